@@ -1,0 +1,69 @@
+"""An existing torch `DataLoader` as an `ODBDataLoader`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    default_convert,
+)
+
+from odb_lightning.loader import ODBDataLoader
+
+
+def loader_from(existing: DataLoader[Any], l_max: int, deal_sampler: bool = False, **options: Any) -> ODBDataLoader:
+    """See `ODBDataLoader.from_dataloader`."""
+    if not isinstance(existing, DataLoader):
+        raise TypeError(f"existing has to be a torch DataLoader, got {type(existing).__name__}")
+    if type(existing.batch_sampler) not in (BatchSampler, type(None)):
+        raise ValueError(
+            f"the loader's batch_sampler is a {type(existing.batch_sampler).__name__}, which decides itself what a batch is; "
+            "batches of an ODBDataLoader are formed from lengths: give the DataLoader a sampler instead, or none"
+        )
+    inherited: dict[str, Any] = {
+        "num_workers": existing.num_workers,
+        "pin_memory": existing.pin_memory,
+        "worker_init_fn": existing.worker_init_fn,
+        "multiprocessing_context": existing.multiprocessing_context,
+    }
+    if existing.batch_size is not None or existing.collate_fn is not default_convert:
+        inherited["collate_fn"] = existing.collate_fn
+    inherited |= _sampler_options(existing.sampler, deal_sampler)
+    if existing.batch_size not in (None, 1):
+        warnings.warn(
+            f"batch_size={existing.batch_size} of the loader is dropped: l_max={l_max} decides the size of batches",
+            stacklevel=3,
+        )
+    if existing.drop_last:
+        warnings.warn("drop_last=True of the loader is dropped: no sample is", stacklevel=3)
+    if existing.prefetch_factor not in (None, 2):
+        warnings.warn(
+            f"prefetch_factor={existing.prefetch_factor} of the loader is dropped: an ODBDataLoader's counts messages of many samples",
+            stacklevel=3,
+        )
+    if existing.generator is not None:
+        warnings.warn("the loader's generator is dropped: the order depends on seed= and the epoch", stacklevel=3)
+    return ODBDataLoader(existing.dataset, l_max=l_max, **(inherited | options))
+
+
+def _sampler_options(sampler: Any, deal_sampler: bool) -> dict[str, Any]:
+    """The default sampler with the same meaning, or the user's own dealt out to the ranks."""
+    if type(sampler) is SequentialSampler:
+        return {"shuffle": False}
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return {"shuffle": True}
+    if type(sampler) is DistributedSampler:
+        return {"shuffle": sampler.shuffle, "seed": sampler.seed}
+    if deal_sampler:
+        return {"sampler": sampler, "deal_sampler": True}
+    raise ValueError(
+        f"the loader's sampler is a {type(sampler).__name__}, and whether each rank has its own part of it is not known: pass "
+        "deal_sampler=True if it gives the same samples in the same order on all ranks, to have them dealt out; or build an "
+        "ODBDataLoader with a sampler that gives this rank's own"
+    )

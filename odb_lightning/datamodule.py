@@ -1,0 +1,107 @@
+"""The ODB loaders as a `LightningDataModule`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+from odb_lightning.loader import LOADER_OPTIONS, ODBDataLoader
+
+
+class _NeedsODBStrategy(LightningDataModule):
+    def setup(self, stage: str) -> None:
+        """Refuses a strategy that would train on idle steps and with a wrong loss."""
+        super().setup(stage)
+        from odb_lightning.strategies import ODBStrategyMixin
+
+        trainer = self.trainer
+        if trainer is not None and not isinstance(trainer.strategy, ODBStrategyMixin):
+            raise TypeError(
+                f"{type(self).__name__} needs an ODB strategy, but the trainer has {type(trainer.strategy).__name__}: "
+                "Trainer(strategy='odb') for one device, 'odb_ddp', or 'odb_deepspeed_stage_1', '_2', '_3'"
+            )
+
+
+class ODBDataModule(_NeedsODBStrategy):
+    """Training and validation data sets behind an `ODBDataLoader` each; validation is not shuffled.
+
+    Takes every option of `ODBDataLoader` (not rank and world size, which the strategy knows). `val_l_max`: token budget of
+    validation batches, by default `l_max`.
+    """
+
+    def __init__(
+        self,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        *,
+        l_max: int,
+        val_l_max: int | None = None,
+        **loader_options: Any,
+    ) -> None:
+        super().__init__()
+        unknown = loader_options.keys() - LOADER_OPTIONS
+        if unknown:
+            raise TypeError(
+                f"unknown option {sorted(unknown)[0]!r}; an ODBDataModule takes {', '.join(sorted(LOADER_OPTIONS))}"
+            )
+        self.train_dataset = train_dataset
+        self.val_dataset = val_dataset
+        self.l_max = l_max
+        self.val_l_max = l_max if val_l_max is None else val_l_max
+        self.loader_options = loader_options
+        self.train_loader: ODBDataLoader | None = None
+        self.val_loader: ODBDataLoader | None = None
+
+    def train_dataloader(self) -> Any:
+        if self.train_dataset is None:
+            return super().train_dataloader()
+        self.train_loader = ODBDataLoader(self.train_dataset, l_max=self.l_max, **self.loader_options)
+        return self.train_loader
+
+    def val_dataloader(self) -> Any:
+        if self.val_dataset is None:
+            return super().val_dataloader()
+        options = {name: value for name, value in self.loader_options.items() if name not in ("sampler", "accumulate")}
+        self.val_loader = ODBDataLoader(self.val_dataset, l_max=self.val_l_max, **(options | {"shuffle": False}))
+        return self.val_loader
+
+    def teardown(self, stage: str) -> None:
+        for loader in (self.train_loader, self.val_loader):
+            if loader is not None:
+                loader.close()
+        super().teardown(stage)
+
+    @staticmethod
+    def from_datamodule(existing: LightningDataModule, l_max: int, **options: Any) -> LightningDataModule:
+        """A copy of your data module whose training and validation `DataLoader`s are ODB loaders (see
+        `ODBDataLoader.from_dataloader` for `options`); everything else is your class's own, transfer hooks included.
+
+        Loaders that are no torch `DataLoader` are left as they are.
+        """
+        if not isinstance(existing, LightningDataModule):
+            raise TypeError(f"existing has to be a LightningDataModule, got {type(existing).__name__}")
+        original = type(existing)
+
+        def train_dataloader(self: Any) -> Any:
+            return _converted(original.train_dataloader(self), l_max, options)
+
+        def val_dataloader(self: Any) -> Any:
+            return _converted(original.val_dataloader(self), l_max, options)
+
+        methods = {"train_dataloader": train_dataloader, "val_dataloader": val_dataloader, "__module__": original.__module__}
+        converted = copy.copy(existing)
+        converted.__class__ = type(f"ODB{original.__name__}", (_NeedsODBStrategy, original), methods)
+        return converted
+
+
+def _converted(loaders: Any, l_max: int, options: dict[str, Any]) -> Any:
+    if isinstance(loaders, DataLoader):
+        return ODBDataLoader.from_dataloader(loaders, l_max=l_max, **options)
+    if isinstance(loaders, (list, tuple)):
+        return [_converted(loader, l_max, options) for loader in loaders]
+    if isinstance(loaders, dict):
+        return {name: _converted(loader, l_max, options) for name, loader in loaders.items()}
+    return loaders

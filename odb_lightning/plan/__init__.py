@@ -1,0 +1,25 @@
+"""Planning on integers alone: lengths and counts in, groups of positions out. No processes, no torch, no I/O."""
+
+from odb_lightning.plan.accumulation import AccumulationWindows, exchange_blocks
+from odb_lightning.plan.alignment import align_groups, target_group_count
+from odb_lightning.plan.grouping import group_window
+from odb_lightning.plan.protocol import Outcome, RankReport, RoundDecision, decide_round, encode_report
+from odb_lightning.plan.rounds import RoundPlan, RoundPlanner
+from odb_lightning.plan.simulation import SimulatedRun, simulate_ranks
+
+__all__ = [
+    "AccumulationWindows",
+    "Outcome",
+    "RankReport",
+    "RoundDecision",
+    "RoundPlan",
+    "RoundPlanner",
+    "SimulatedRun",
+    "align_groups",
+    "decide_round",
+    "encode_report",
+    "exchange_blocks",
+    "group_window",
+    "simulate_ranks",
+    "target_group_count",
+]

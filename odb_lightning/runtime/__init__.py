@@ -1,0 +1,1 @@
+"""Processes, transport and exchange: how samples get from the workers to the training process."""

@@ -1,0 +1,137 @@
+"""The training process's handle on its collate process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import dataclasses
+import multiprocessing
+import os
+import time
+import weakref
+from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from odb_lightning.runtime.collate_process import collate_main
+from odb_lightning.runtime.errors import ODBLoaderError
+from odb_lightning.runtime.ring import BatchReceiver, SharedMemory
+from odb_lightning.runtime.settings import EpochRequest, LoaderSettings
+
+_RING_BYTES = 32 * 2**20
+_POLL_SECONDS = 1.0
+
+_live: weakref.WeakSet[CollateProcess] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    # A child that still waits would make multiprocessing's own exit handler, which runs after this one, wait for ever.
+    for process in list(_live):
+        process.close()
+
+
+class CollateProcess:
+    """Starts the process; `begin` an epoch, `receive` its messages, `close` it at any time."""
+
+    def __init__(self, settings: LoaderSettings, pin_memory: bool) -> None:
+        context: Any = multiprocessing.get_context(settings.start_method)
+        self._timeouts = settings.timeouts
+        self._rank = settings.rank
+        self._owner = os.getpid()
+        self._stand_in: Any = None
+        self._memory = SharedMemory(_RING_BYTES)
+        self._batches, batches = context.Pipe()
+        requests, self._requests = context.Pipe(duplex=False)
+        stop, self._stop = context.Pipe(duplex=False)
+        arguments = (settings, batches, requests, stop, self._memory)
+        # Not daemonic: daemonic processes can't have workers.
+        self._process = context.Process(target=collate_main, args=arguments, name="odb-collate", daemon=False)
+        try:
+            self._process.start()
+        except Exception as error:
+            self._close_connections()
+            culprit = _name_unpicklable(settings)
+            if culprit is None:
+                raise
+            raise TypeError(
+                f"{culprit} can't be sent to the loader's processes by the start method {context.get_start_method()!r}: {error}. "
+                'Define it at the top level of a module, or pass multiprocessing_context="fork".'
+            ) from error
+        finally:
+            for connection in (batches, requests, stop):
+                connection.close()
+        self._memory.close()
+        self._receiver = BatchReceiver(self._batches, self._memory, pin_memory)
+        if not _live:
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
+        _live.add(self)
+
+    def begin(self, request: EpochRequest) -> None:
+        """Asks for an epoch. Only after the messages of the one before were taken, up to "end"."""
+        self._requests.send(request)
+
+    def receive(self) -> tuple[str, Any, Any]:
+        """The next message. Raises ODBLoaderError if the process has ended, or none comes within `Timeouts.batch`."""
+        deadline = time.monotonic() + self._timeouts.batch
+        while not wait([self._batches], min(_POLL_SECONDS, max(deadline - time.monotonic(), 0.0))):
+            if not self._process.is_alive() and not self._batches.poll():
+                raise self._ended()
+            if time.monotonic() >= deadline:
+                raise ODBLoaderError(
+                    f"rank {self._rank} got no batch within Timeouts(batch={self._timeouts.batch:.0f}) seconds; its collate process "
+                    "is alive: a sample, a collate_fn or a peer takes too long"
+                )
+        try:
+            kind, facts, payload = self._receiver.receive()
+        except (EOFError, ConnectionError) as error:
+            raise self._ended() from error
+        if kind == "stand_in":
+            self._stand_in = payload
+            return self.receive()
+        return kind, facts, payload
+
+    def stand_in(self) -> Any:
+        """A copy of this rank's stand-in batch, so that what is done to one does not reach the next. There is one from the first
+        idle step on."""
+        return copy.deepcopy(self._stand_in)
+
+    def _ended(self) -> ODBLoaderError:
+        self._process.join(self._timeouts.stop)
+        return ODBLoaderError(
+            f"the collate process of rank {self._rank} ended unexpectedly with exit code {self._process.exitcode}; a negative "
+            "code is the signal that killed it (-9: often the machine ran out of memory)"
+        )
+
+    def close(self) -> None:
+        """Ends the process and its workers, at once. Peers that wait for this rank's collate process are released."""
+        if os.getpid() != self._owner:
+            return  # a forked copy; the process is its original's
+        _live.discard(self)
+        if self._stop.closed:
+            return
+        with contextlib.suppress(OSError):
+            self._stop.send_bytes(b"stop")
+        self._process.join(self._timeouts.stop)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+        self._close_connections()
+
+    def _close_connections(self) -> None:
+        for connection in (self._batches, self._requests, self._stop):
+            connection.close()
+        self._memory.close()
+
+
+def _name_unpicklable(settings: LoaderSettings) -> str | None:
+    """The first option that can't be pickled, in the user's words."""
+    for item in dataclasses.fields(settings):
+        value = getattr(settings, item.name)
+        try:
+            ForkingPickler.dumps(value)
+        except Exception:
+            return f"{item.name}={value!r}"
+    return None

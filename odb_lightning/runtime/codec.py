@@ -1,0 +1,125 @@
+"""Python objects with tensors inside as a small header and flat buffers, without a file descriptor per tensor."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Encoded(NamedTuple):
+    """`header` is a pickle whose array data lie in `buffers` (uint8, one-dimensional)."""
+
+    header: bytes
+    buffers: list[np.ndarray[Any, Any]]
+
+
+def is_plain_tensor(value: object) -> bool:
+    """Whether a tensor is its type, shape and bytes alone, so that a copy of the bytes is a copy of it."""
+    return (
+        type(value) is Tensor
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and not value.requires_grad
+        and not value.is_quantized
+    )
+
+
+def _restore_tensor(buffer: np.ndarray[Any, Any] | bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else torch.frombuffer(buffer, dtype=torch.uint8)
+    return flat.view(dtype).view(shape)
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if not is_plain_tensor(obj):
+            return NotImplemented
+        shape = tuple(obj.shape)
+        buffer = pickle.PickleBuffer(_bytes_of(obj)) if obj.numel() else b""
+        return _restore_tensor, (buffer, obj.dtype, shape)
+
+
+def encode(value: Any) -> Encoded:
+    """`value` with the bytes of its tensors and arrays beside it. Raises what pickle raises for what it can't take."""
+    stream = io.BytesIO()
+    pickled: list[pickle.PickleBuffer] = []
+    _Pickler(stream, protocol=5, buffer_callback=pickled.append).dump(value)
+    return Encoded(stream.getvalue(), [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in pickled])
+
+
+def decode(header: bytes, buffers: Sequence[np.ndarray[Any, Any]]) -> Any:
+    """What `encode` was given; tensors and arrays share the memory of `buffers`."""
+    return pickle.loads(header, buffers=buffers)
+
+
+class PackedSamples(NamedTuple):
+    """Samples of one message: flat columns where they are dictionaries of tensors, else one encoded list."""
+
+    num_samples: int
+    columns: dict[Any, tuple[torch.dtype, list[int], list[tuple[int, ...]] | None, np.ndarray[Any, Any]]] | None
+    """Per key: dtype, elements per sample, shapes (None: one-dimensional), the bytes of all samples end to end."""
+    rest: Encoded | None
+    """The list of samples, or, with columns, of what they hold besides."""
+
+
+def _column_keys(samples: Sequence[Any]) -> list[Any]:
+    """Keys under which every sample holds a plain tensor of the same dtype."""
+    first = samples[0]
+    if type(first) is not dict or any(type(sample) is not dict or sample.keys() != first.keys() for sample in samples):
+        return []
+    return [
+        key
+        for key, value in first.items()
+        if is_plain_tensor(value)
+        and all(is_plain_tensor(sample[key]) and sample[key].dtype == value.dtype for sample in samples)
+    ]
+
+
+def pack_samples(samples: Sequence[Any]) -> PackedSamples:
+    """The samples as one message of a few arrays: one array per key and message, not one per tensor."""
+    keys = _column_keys(samples) if samples else []
+    if not keys:
+        return PackedSamples(len(samples), None, encode(list(samples)))
+    columns = {}
+    for key in keys:
+        values = [sample[key] for sample in samples]
+        is_flat = all(value.dim() == 1 for value in values)
+        flat = torch.cat(values if is_flat else [value.reshape(-1) for value in values])
+        shapes = None if is_flat else [tuple(value.shape) for value in values]
+        columns[key] = (flat.dtype, [value.numel() for value in values], shapes, _bytes_of(flat))
+    order = list(samples[0])
+    if len(keys) == len(order):
+        return PackedSamples(len(samples), columns, None)
+    others = [{key: value for key, value in sample.items() if key not in columns} for sample in samples]
+    return PackedSamples(len(samples), columns, encode((order, others)))
+
+
+def unpack_samples(packed: PackedSamples) -> list[Any]:
+    """The samples again; tensors are views of their message's arrays."""
+    if packed.columns is None:
+        assert packed.rest is not None
+        samples: list[Any] = decode(*packed.rest)
+        return samples
+    views = []
+    for dtype, sizes, shapes, data in packed.columns.values():
+        flat = torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype)
+        parts: Sequence[Tensor] = flat.split(sizes)
+        views.append(parts if shapes is None else [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+    keys = list(packed.columns)
+    samples = [dict(zip(keys, values, strict=True)) for values in zip(*views, strict=True)]
+    if packed.rest is not None:
+        order, others = decode(*packed.rest)
+        merged = [sample | other for sample, other in zip(samples, others, strict=True)]
+        samples = [{key: sample[key] for key in order} for sample in merged]
+    return samples

@@ -1,0 +1,114 @@
+"""The collate process: one per rank and loader, parent of the workers, owner of the exchange group."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from multiprocessing.connection import Connection
+
+import torch
+
+from odb_lightning.runtime.counting import TargetCounter
+from odb_lightning.runtime.epoch import EpochRun
+from odb_lightning.runtime.errors import Failure, PeerFailure, RaisedFailure
+from odb_lightning.runtime.exchange import Exchange, GlooExchange, SoloExchange
+from odb_lightning.runtime.fetch import Fetcher
+from odb_lightning.runtime.guard import end_with_parent, own_signals
+from odb_lightning.runtime.ring import BatchSender, SharedMemory
+from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
+from odb_lightning.runtime.settings import EpochRequest, LoaderSettings
+from odb_lightning.runtime.stand_in import StandIn
+
+MAX_READY_BATCHES = 8
+"""Batches that wait for the training process at most."""
+
+
+def collate_main(
+    settings: LoaderSettings, batches: Connection, requests: Connection, stop: Connection, memory: SharedMemory
+) -> None:
+    """Serves epochs until it is told to stop, its parent is gone, or something fails."""
+    own_signals(in_order=True)
+    torch.set_num_threads(1)
+    end_with_parent(stop)
+    process = _CollateProcess(settings, BatchSender(batches, memory, MAX_READY_BATCHES, settings.timeouts.batch))
+    with contextlib.suppress(SystemExit):  # how a stop reaches the main thread
+        _serve_epochs(process, requests)
+    process.close()
+
+
+def _serve_epochs(process: _CollateProcess, requests: Connection) -> None:
+    is_wanted = True
+    while is_wanted:
+        try:
+            request = requests.recv()
+        except EOFError:
+            return
+        is_wanted = process.serve(request)
+
+
+def _collate_seeded(settings: LoaderSettings, samples: list[object]) -> object:
+    seed_everything_local(derive_seed(settings.seed, "stand-in"))
+    return settings.collate_fn(samples)
+
+
+class _CollateProcess:
+    """What is kept over epochs: the workers, the warnings given, the stand-in."""
+
+    def __init__(self, settings: LoaderSettings, sender: BatchSender) -> None:
+        self._settings = settings
+        self._sender = sender
+        self._counter = TargetCounter(settings.num_supervised_fn)
+        self._stand_in = StandIn(functools.partial(_collate_seeded, settings), self._counter)
+        self._fetcher: Fetcher | None = None
+
+    def close(self) -> None:
+        """Ends the workers, before multiprocessing's exit handler would terminate them and torch would call that a failure."""
+        self._fetcher = None
+
+    def serve(self, request: EpochRequest) -> bool:
+        """Runs one epoch and reports how it failed, if it did. Returns whether the process is to serve another."""
+        rank = self._settings.rank
+        exchange: Exchange = SoloExchange()
+        try:
+            if self._fetcher is None:
+                self._fetcher = Fetcher(self._settings)
+            run = EpochRun(self._settings, request, self._fetcher, self._sender, self._counter, self._stand_in)
+            # The workers exist by now: forked later, they would keep the group's sockets open after this process died.
+            exchange = self._meet(request)
+            run.run(exchange)
+            return self._settings.persistent_workers
+        except RaisedFailure as error:
+            self._report(error.failure.describe(rank))
+        except PeerFailure as error:
+            self._report(f"a peer ended this iteration: {error}")
+        except (EOFError, ConnectionError):
+            pass  # the training process is gone
+        except Exception as error:
+            failure = Failure.of(error, "the collate process")
+            exchange.publish(failure)
+            self._report(failure.describe(rank))
+        finally:
+            exchange.close()
+        return False
+
+    def _report(self, text: str) -> None:
+        with contextlib.suppress(EOFError, ConnectionError):  # the training process may be gone
+            self._sender.send("failure", text)
+
+    def _meet(self, request: EpochRequest) -> Exchange:
+        if request.store is None:
+            return SoloExchange()
+        exchange = GlooExchange(request.store, self._settings.rank, self._settings.world_size, self._settings.timeouts)
+        knobs = self._settings.shared_knobs() | {
+            "epoch": request.epoch,
+            "accumulate": request.accumulate,
+            "max_steps": request.max_steps,
+        }
+        difference = exchange.check_knobs(knobs)
+        if difference is not None:
+            error = f"{difference}; every rank has to be given the same"
+            failure = Failure("comparing the loader's options with rank 0's", f"ValueError: {error}", error)
+            exchange.publish(failure)
+        if exchange.all_reduce_sum([difference is not None])[0]:
+            raise exchange.peer_failure() if difference is None else RaisedFailure(failure)
+        return exchange

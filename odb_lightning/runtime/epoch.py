@@ -1,0 +1,226 @@
+"""One epoch in the collate process: observed, windowed, grouped, aligned, collated, summed, emitted."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from odb_lightning.batch import StepInfo
+from odb_lightning.plan import AccumulationWindows, Outcome, RoundPlanner, exchange_blocks
+from odb_lightning.plan.accumulation import SummedStep
+from odb_lightning.runtime.counting import TargetCounter
+from odb_lightning.runtime.errors import Failure, RaisedFailure
+from odb_lightning.runtime.exchange import Exchange, SoloExchange
+from odb_lightning.runtime.fetch import Fetcher, Observed
+from odb_lightning.runtime.ring import BatchSender
+from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
+from odb_lightning.runtime.settings import EpochRequest, LoaderSettings, LoaderStats
+from odb_lightning.runtime.stand_in import StandIn
+
+_FAILED = 1
+"""The stop code of a rank that failed."""
+
+
+@dataclass
+class _Collated:
+    """A step of this rank, collated, waiting for its sums. Without samples it is idle."""
+
+    data: Any
+    sample_ids: tuple[Hashable, ...]
+    num_tokens_real: int
+    max_length: int
+    targets: float
+    num_active_ranks: int = 0
+    """Known with the sums."""
+
+
+class EpochRun:
+    """The state of one epoch on one rank: the planner's window, the samples in it, and the steps held back."""
+
+    def __init__(
+        self,
+        settings: LoaderSettings,
+        request: EpochRequest,
+        fetcher: Fetcher,
+        sender: BatchSender,
+        counter: TargetCounter,
+        stand_in: StandIn,
+    ) -> None:
+        self._settings = settings
+        self._request = request
+        self._sender = sender
+        self._counter = counter
+        self._stand_in = stand_in
+        self._planner = RoundPlanner(
+            l_max=settings.l_max,
+            buffer_size=settings.buffer_size,
+            max_rows=settings.max_rows,
+            order_seed=f"{settings.seed}/{request.epoch}" if settings.shuffle else None,
+            knobs=f"{request.epoch}/{settings.shared_knobs()}",
+        )
+        self._windows: AccumulationWindows[_Collated] = AccumulationWindows(request.accumulate, request.max_steps)
+        self._held: dict[int, Observed] = {}
+        self._is_exhausted = False
+        self._num_emitted = 0
+        self._stats = LoaderStats(views_expected=len(request.views), outstanding_depth=settings.outstanding_depth)
+        self._exchange: Exchange = SoloExchange()
+        self._samples = fetcher.start(request.epoch, request.views)
+
+    def run(self, exchange: Exchange) -> None:
+        """Emits all steps of the epoch. Raises RaisedFailure for a failure of this rank, PeerFailure for a peer's."""
+        self._exchange = exchange
+        while not self._windows.is_full:
+            failure = self._catch(self._fill_window)
+            reduced = self._exchange.all_reduce_max(
+                self._planner.report(is_exhausted=self._is_exhausted, stop_code=0 if failure is None else _FAILED)
+            )
+            if failure is not None:
+                raise RaisedFailure(failure)
+            plan = self._planner.settle(reduced)
+            if plan.outcome is Outcome.STOP:
+                raise self._exchange.peer_failure()
+            if plan.outcome is Outcome.DIVERGED:
+                raise RuntimeError(
+                    f"the ranks have diverged in round {self._planner.num_rounds} of epoch {self._request.epoch}"
+                )
+            self._stats.rounds += 1
+            if plan.outcome is Outcome.END:
+                break
+            self._emit_round(plan.groups)
+        self._emit(self._windows.flush())
+        self._sender.send("end", self._take_stats())
+
+    def _catch(self, action: Any, *args: Any) -> Failure | None:
+        """The failure of `action`, published for the peers, so that all ranks stop at the next exchange."""
+        try:
+            action(*args)
+            return None
+        except Exception as error:
+            failure = Failure.of(error, "the collate process")
+            self._exchange.publish(failure)
+            return failure
+
+    def _fill_window(self) -> None:
+        while self._planner.room > 0 and not self._is_exhausted:
+            observed = next(self._samples, None)
+            if observed is None:
+                self._is_exhausted = True
+            elif self._is_kept(observed):
+                self._held[self._planner.observe(observed.length)] = observed
+
+    def _is_kept(self, observed: Observed) -> bool:
+        length, stats, settings = observed.length, self._stats, self._settings
+        stats.length_count += 1
+        stats.length_sum += length
+        stats.length_sum_squares += length * length
+        stats.length_short += 4 * length < settings.l_max
+        if length == 0:
+            reason, policy, fault = "empty", settings.empty, "has length 0"
+        elif length > settings.l_max:
+            reason, policy, fault = "oversize", settings.oversize, f"has length {length}, over l_max={settings.l_max}"
+        else:
+            return True
+        where = f"dataset[{observed.sample_id!r}]"
+        if policy == "error":
+            error = f"it {fault}, and the policy is {reason}='error'"
+            raise RaisedFailure(Failure(where, error, error, observed.sample_id))
+        if policy == "drop":
+            stats.dropped[reason] = stats.dropped.get(reason, 0) + 1
+            stats.dropped_ids.append(observed.sample_id)
+            self._counter.warn_once(reason, f"{where} {fault} and is dropped (policy {reason}='drop'); more are only counted")
+            return False
+        stats.over_budget += 1
+        self._counter.warn_once(reason, f"{where} {fault}: it goes out alone (policy {reason}='emit'); more are only counted")
+        return True
+
+    def _emit_round(self, groups: list[list[int]]) -> None:
+        if self._request.max_steps is not None:
+            groups = groups[: self._request.max_steps - self._windows.num_steps]
+        start = 0
+        for size in exchange_blocks(len(groups), self._request.accumulate):
+            self._emit_block(groups[start : start + size])
+            start += size
+
+    def _emit_block(self, groups: list[list[int]]) -> None:
+        first_step, block = self._windows.num_steps, list[_Collated]()
+        failure = self._catch(lambda: block.extend(self._collate(group, first_step + i) for i, group in enumerate(groups)))
+        size = len(groups)
+        sums: list[float] = [0.0] * (3 * size)
+        if failure is None:
+            sums = (
+                [step.targets for step in block]
+                + [len(step.sample_ids) for step in block]
+                + [bool(step.sample_ids) for step in block]
+            )
+        needs_stand_in = failure is None and not self._stand_in.exists and not all(groups)
+        reduced = self._exchange.all_reduce_sum([*sums, failure is not None, needs_stand_in])
+        if failure is not None:
+            raise RaisedFailure(failure)
+        if reduced[-2]:
+            raise self._exchange.peer_failure()
+        if reduced[-1]:
+            self._stand_in.share(self._exchange)
+        for index, step in enumerate(block):
+            step.num_active_ranks = int(reduced[2 * size + index])
+            self._emit(self._windows.add(step, reduced[index], int(reduced[size + index])))
+
+    def _collate(self, group: list[int], step: int) -> _Collated:
+        if not group:
+            return _Collated(None, (), 0, 0, 0)
+        observed = [self._held.pop(ticket) for ticket in group]
+        samples = [item.sample for item in observed]
+        sample_ids = tuple(item.sample_id for item in observed)
+        spare = self._stand_in.candidates(samples) if self._settings.world_size > 1 else []
+        where = f"collate_fn for samples {list(sample_ids)!r}"
+        try:
+            seed_everything_local(derive_seed(self._settings.seed, self._request.epoch, "collate", step, self._settings.rank))
+            data = self._settings.collate_fn(samples)
+            if data is None:
+                raise TypeError("collate_fn returned None; it has to return the batch")
+            where = f"num_supervised_fn for samples {list(sample_ids)!r}"
+            targets = self._counter(data, len(samples))
+            where = f"collate_fn for one of the samples {list(sample_ids)!r} alone"
+            self._stand_in.consider(spare)
+        except Exception as error:
+            raise RaisedFailure(Failure.of(error, where, sample_ids)) from error
+        return _Collated(data, sample_ids, sum(item.length for item in observed), observed[0].length, targets)
+
+    def _emit(self, steps: list[SummedStep[_Collated]]) -> None:
+        for summed in steps:
+            step = summed.item
+            num_samples = len(step.sample_ids)
+            info = StepInfo(
+                epoch=self._request.epoch,
+                step=self._num_emitted,
+                is_idle=not num_samples,
+                sample_ids=step.sample_ids,
+                num_samples=num_samples,
+                num_tokens_real=step.num_tokens_real,
+                num_tokens_padded=num_samples * step.max_length,
+                num_tokens_supervised=step.targets,
+                max_length=step.max_length,
+                global_num_samples=summed.global_samples,
+                global_num_tokens_supervised=_as_count(summed.global_targets),
+                window_num_tokens_supervised=_as_count(summed.window_targets),
+                window_num_samples=summed.window_samples,
+                num_active_ranks=step.num_active_ranks,
+                world_size=self._settings.world_size,
+                accumulate=self._request.accumulate,
+            )
+            if info.is_idle:
+                self._stand_in.send_once(self._sender)
+            for text in self._counter.take_warnings():
+                self._sender.send("warning", text)
+            self._sender.send("batch", (info, self._take_stats()), step.data)
+            self._num_emitted += 1
+
+    def _take_stats(self) -> LoaderStats:
+        """What was counted since the last message."""
+        stats, self._stats = self._stats, LoaderStats()
+        stats.exchange_seconds, self._exchange.seconds = self._exchange.seconds, 0.0
+        return stats
+
+
+def _as_count(value: float) -> int | float:
+    return int(value) if float(value).is_integer() else value

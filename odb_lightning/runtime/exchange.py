@@ -1,0 +1,167 @@
+"""A few integers per round between the collate processes of all ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from odb_lightning.runtime.errors import Failure, PeerFailure
+from odb_lightning.runtime.settings import StoreAddress, Timeouts
+
+_FAILURE_GRACE_SECONDS = 2.0
+_SHORTEST_PAUSE_SECONDS = 50e-6
+_LONGEST_PAUSE_SECONDS = 5e-3
+
+
+class Exchange(Protocol):
+    """Every rank makes the same sequence of calls."""
+
+    rank: int
+    world_size: int
+    seconds: float
+    """Time spent in exchanges so far."""
+
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
+        """The elementwise maximum over all ranks."""
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """The elementwise sum over all ranks, in float64: exact for integers below 2^53."""
+
+    def broadcast(self, payload: bytes | None, source: int) -> bytes:
+        """The payload of rank `source`, on all ranks."""
+
+    def publish(self, failure: Failure) -> None:
+        """Leaves this rank's failure where peers can read it."""
+
+    def peer_failure(self) -> PeerFailure:
+        """What a peer that gave a stop code, or is gone, published."""
+
+    def close(self) -> None:
+        """Leaves the group; peers that still wait for this rank fail at once."""
+
+
+class SoloExchange:
+    """A single rank's exchange with itself."""
+
+    rank = 0
+    world_size = 1
+    seconds = 0.0
+
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def broadcast(self, payload: bytes | None, source: int) -> bytes:
+        raise AssertionError("a single rank has no peer")
+
+    def publish(self, failure: Failure) -> None:
+        pass
+
+    def peer_failure(self) -> PeerFailure:
+        raise AssertionError("a single rank has no peer")
+
+    def close(self) -> None:
+        pass
+
+
+class GlooExchange:
+    """Reductions on a Gloo group of its own, apart from the training's, met through the store of the job."""
+
+    def __init__(self, address: StoreAddress, rank: int, world_size: int, timeouts: Timeouts) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.seconds = 0.0
+        self._timeout = timeouts.exchange
+        setup = timedelta(seconds=timeouts.setup)
+        base = (
+            dist.FileStore(address.path, world_size)
+            if address.path is not None
+            else dist.TCPStore(address.host or "", address.port or 0, is_master=False, wait_for_workers=False, timeout=setup)
+        )
+        self._store = dist.PrefixStore(address.prefix, base)
+        try:
+            self._group: Any = dist.ProcessGroupGloo(self._store, rank, world_size, setup)
+        except Exception as error:
+            raise TimeoutError(
+                f"rank {rank} did not meet its {world_size - 1} peers within Timeouts(setup={timeouts.setup:.0f}) seconds; "
+                f"does every rank iterate over the same loaders in the same order? ({error})"
+            ) from error
+
+    def check_knobs(self, knobs: dict[str, Any]) -> str | None:
+        """What differs between this rank's knobs and rank 0's, in words; None if nothing does."""
+        self._store.set(f"knobs/{self.rank}", json.dumps(knobs))
+        first = json.loads(self._store.get("knobs/0"))
+        differing = [
+            f"{name} is {knobs[name]!r} on rank {self.rank} and {first[name]!r} on rank 0"
+            for name in knobs
+            if knobs[name] != first[name]
+        ]
+        return "; ".join(differing) or None
+
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
+        return self._all_reduce(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.MAX)
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        return self._all_reduce(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)
+
+    def _all_reduce(self, tensor: torch.Tensor, operation: Any) -> list[Any]:
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        options.timeout = timedelta(seconds=self._timeout)
+        self._wait(lambda: self._group.allreduce([tensor], options))
+        return tensor.tolist()
+
+    def broadcast(self, payload: bytes | None, source: int) -> bytes:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        options.timeout = timedelta(seconds=self._timeout)
+        size = torch.tensor([len(payload or b"")])
+        self._wait(lambda: self._group.broadcast([size], options))
+        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(int(size), dtype=torch.uint8)
+        self._wait(lambda: self._group.broadcast([data], options))
+        return data.numpy().tobytes()
+
+    def _wait(self, start: Any) -> None:
+        # Looked at in small pauses, not waited for in C++, so that a stop can interrupt it.
+        begin, pause = time.perf_counter(), _SHORTEST_PAUSE_SECONDS
+        try:
+            work = start()
+            while not work.is_completed():
+                if time.perf_counter() - begin > self._timeout:
+                    raise self.peer_failure(
+                        f"that did not reach the next exchange within Timeouts(exchange={self._timeout:.0f}) seconds"
+                    )
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+            work.wait()
+        except RuntimeError as error:
+            raise self.peer_failure(f"that closed its connection ({str(error).splitlines()[0]})") from error
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+    def publish(self, failure: Failure) -> None:
+        self._store.set(f"failure/{self.rank}", failure.describe(self.rank))
+
+    def peer_failure(self, circumstances: str = "") -> PeerFailure:
+        deadline = time.monotonic() + _FAILURE_GRACE_SECONDS
+        lost = f"lost a peer's collate process {circumstances}; the rank that ended first tells why"
+        try:
+            while time.monotonic() < deadline:
+                for rank in range(self.world_size):
+                    if rank != self.rank and self._store.check([f"failure/{rank}"]):
+                        return PeerFailure(self._store.get(f"failure/{rank}").decode())
+                time.sleep(0.05)
+        except RuntimeError:
+            lost += " (the store of the job is gone, too)"
+        return PeerFailure(f"rank {self.rank} {lost}")
+
+    def close(self) -> None:
+        self._group = None

@@ -1,0 +1,74 @@
+"""No process outlives the one it works for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_PARENT_POLL_SECONDS = 0.5
+_ORDERLY_END_SECONDS = 10.0
+
+
+def _end() -> None:
+    """Ends this process, its own children first: in order if its main thread can be interrupted, so that clean-up handlers run,
+    and at once if that thread does not react (it may wait for peers)."""
+    main = threading.main_thread()
+    if main.ident is not None and signal.getsignal(signal.SIGTERM) is _exit_in_order:
+        signal.pthread_kill(main.ident, signal.SIGTERM)
+        main.join(_ORDERLY_END_SECONDS)
+    children = multiprocessing.active_children()
+    for child in children:
+        child.kill()
+    for child in children:
+        child.join(1.0)
+    os._exit(1)
+
+
+def end_with_parent(stop: Connection | None = None) -> None:
+    """Ends this process when its parent is gone or a message comes on `stop`, whatever its main thread waits for.
+
+    Works with fork, spawn and forkserver. The sentinel alone is not enough: a sibling forked later can hold its other
+    end, hence the look at the parent's id (which under forkserver is the fork server's and does not change).
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sources: list[Any] = [parent.sentinel] if stop is None else [parent.sentinel, stop]
+    parent_id = os.getppid()
+
+    def watch() -> None:
+        while not wait(sources, _PARENT_POLL_SECONDS) and os.getppid() == parent_id:
+            pass
+        _end()
+
+    threading.Thread(target=watch, name="odb-guard", daemon=True).start()
+
+
+def _exit_in_order(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit(0)
+
+
+def own_signals(*, in_order: bool = False) -> None:
+    """Leaves Ctrl-C to the training process, which ends this one; SIGTERM ends it without the handlers it inherited, `in_order`
+    by an exception in its main thread, so that clean-up runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _exit_in_order if in_order else signal.SIG_DFL)
+
+
+class GuardedWorkerInit:
+    """A `worker_init_fn` that guards the worker, then calls the user's."""
+
+    def __init__(self, user_init: Callable[[int], None] | None) -> None:
+        self.user_init = user_init
+
+    def __call__(self, worker_id: int) -> None:
+        own_signals()
+        end_with_parent()
+        if self.user_init is not None:
+            self.user_init(worker_id)

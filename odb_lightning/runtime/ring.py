@@ -1,0 +1,138 @@
+"""Batches from the collate process to the training process through shared memory that leaves nothing behind."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import tempfile
+from collections import deque
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import numpy as np
+import torch
+
+from odb_lightning.runtime.codec import decode, encode
+
+_ALIGN = 64
+
+
+class SharedMemory:
+    """Anonymous shared memory: no name in the file system, so nothing to unlink and not limited by the size of /dev/shm.
+
+    Can be handed to a child process at its start under any start method.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        if hasattr(os, "memfd_create"):
+            self._fd = os.memfd_create("odb-ring")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self._fd = os.dup(file.fileno())
+        os.ftruncate(self._fd, size)
+        self._map()
+
+    def _map(self) -> None:
+        self.array = np.frombuffer(mmap.mmap(self._fd, self.size), dtype=np.uint8)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"size": self.size, "fd": DupFd(self._fd)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.size = state["size"]
+        self._fd = state["fd"].detach()
+        self._map()
+
+    def close(self) -> None:
+        """Gives the descriptor back; the memory goes when nobody maps it any more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class BatchSender:
+    """The collate process's end. Holds at most `depth` messages that the training process has not taken yet."""
+
+    def __init__(self, connection: Connection, memory: SharedMemory, depth: int, timeout: float) -> None:
+        self._connection = connection
+        self._memory = memory
+        self._depth = depth
+        self._timeout = timeout
+        self._in_flight: deque[tuple[int, int]] = deque()
+        self._head = 0
+
+    def send(self, kind: str, facts: Any, payload: Any = None) -> None:
+        """Hands over a message; waits while the training process is `depth` messages behind or the memory is full."""
+        encoded = encode(payload)
+        sizes = [buffer.nbytes for buffer in encoded.buffers]
+        total = sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+        start = self._allocate(total) if total <= self._memory.size // 2 else None
+        if start is not None:
+            offset = start
+            for buffer in encoded.buffers:
+                self._memory.array[offset : offset + buffer.nbytes] = buffer
+                offset += -(-buffer.nbytes // _ALIGN) * _ALIGN
+        else:
+            self._allocate(0)
+        self._connection.send_bytes(pickle.dumps((kind, facts, encoded.header, sizes, start), protocol=5))
+        if start is None:
+            for buffer in encoded.buffers:
+                self._connection.send_bytes(buffer.data)
+
+    def _allocate(self, size: int) -> int:
+        """The start of `size` free bytes, in the order of a ring; registers them as in flight."""
+        while self._connection.poll():
+            self._take_credit()
+        while len(self._in_flight) >= self._depth or (start := self._free_start(size)) is None:
+            if not self._connection.poll(self._timeout):
+                raise TimeoutError(
+                    f"the training process took no batch for {self._timeout:.0f} s; raise Timeouts(batch=...) if its steps are that long"
+                )
+            self._take_credit()
+        self._in_flight.append((start, size))
+        self._head = start + size
+        return start
+
+    def _take_credit(self) -> None:
+        self._connection.recv_bytes()
+        self._in_flight.popleft()
+
+    def _free_start(self, size: int) -> int | None:
+        occupied = [(start, length) for start, length in self._in_flight if length]
+        if not occupied:
+            return 0
+        tail = occupied[0][0]
+        if self._head > tail:
+            if self._head + size <= self._memory.size:
+                return self._head
+            return 0 if size < tail else None
+        return self._head if self._head + size < tail else None
+
+
+class BatchReceiver:
+    """The training process's end."""
+
+    def __init__(self, connection: Connection, memory: SharedMemory, pin_memory: bool) -> None:
+        self._connection = connection
+        self._memory = memory
+        self._pin_memory = pin_memory
+
+    def receive(self) -> tuple[str, Any, Any]:
+        """The next message (kind, facts, payload), copied out of the shared memory, whose space is given back."""
+        kind, facts, header, sizes, start = pickle.loads(self._connection.recv_bytes())
+        buffers = [self._new_buffer(size) for size in sizes]
+        if start is None:
+            for buffer in buffers:
+                self._connection.recv_bytes_into(buffer.data)
+        else:
+            for buffer in buffers:
+                np.copyto(buffer, self._memory.array[start : start + buffer.nbytes])
+                start += -(-buffer.nbytes // _ALIGN) * _ALIGN
+        self._connection.send_bytes(b"c")
+        return kind, facts, decode(header, buffers)
+
+    def _new_buffer(self, size: int) -> np.ndarray[Any, Any]:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin_memory).numpy()

@@ -1,0 +1,220 @@
+"""What an ODB strategy does beyond the Lightning strategy it extends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from odb_lightning.batch import LossScaling, StepInfo
+from odb_lightning.loader import ODBDataLoader
+from odb_lightning.strategies.idle import BorrowedBuffers, without_a_trace, zeroed_gradients
+from odb_lightning.strategies.unwrapping import UnwrappingLoader, unwrapping
+
+_LOSS_SCALINGS = ("token", "sample", "none")
+
+
+class ODBStrategyMixin(Strategy):
+    """Mix in before a Lightning strategy: `class MyDDP(ODBStrategyMixin, DDPStrategy)`.
+
+    * The user's hooks and steps see exactly what `collate_fn` returned.
+    * `backward` multiplies the loss by `StepInfo.loss_multiplier(loss_scaling)`: if `training_step` returns the mean over its
+      batch's supervised tokens ("token") or samples ("sample"), the gradient of an update is that of the mean over all of them,
+      over ranks and micro-batches. Logged values stay the user's.
+    * In an idle step the module runs on a stand-in, so that every collective happens on every rank; gradients are zero, and
+      random state, buffers, metrics and logs are put back. `step_info.is_idle` tells hooks.
+    * A batch without targets contributes zero; a window without any target on any rank does not step the optimizer.
+    """
+
+    def __init__(self, *args: Any, loss_scaling: LossScaling = "token", **kwargs: Any) -> None:
+        if loss_scaling not in _LOSS_SCALINGS:
+            raise ValueError(f"loss_scaling={loss_scaling!r} is unknown: choose one of {', '.join(map(repr, _LOSS_SCALINGS))}")
+        super().__init__(*args, **kwargs)
+        self.loss_scaling = loss_scaling
+        self.step_info: StepInfo | None = None
+        """What is known of the batch in training, from its transfer to the device to the end of `on_train_batch_end`."""
+        self.val_step_info: StepInfo | None = None
+        """The same for the batch in evaluation; None for a loader that is not ours."""
+        self._odb_loaders: list[ODBDataLoader] = []
+        self._borrowed = BorrowedBuffers()
+        self._step_in_progress: StepInfo | None = None
+
+    # --- loaders ---
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The loader as the trainer iterates it. Raises ValueError for one whose loss can't be scaled."""
+        loader = super().process_dataloader(dataloader)
+        trainer = self._trainer
+        is_training = trainer.training
+        if isinstance(loader, ODBDataLoader):
+            limit = trainer.limit_train_batches
+            loader.attach(
+                rank=self.data_parallel_rank,
+                world_size=self.data_parallel_size,
+                accumulate=trainer.accumulate_grad_batches if is_training else 1,
+                max_steps=limit if is_training and isinstance(limit, int) else None,
+            )
+            if loader not in self._odb_loaders:
+                self._odb_loaders.append(loader)
+        elif is_training and self.loss_scaling != "none":
+            raise ValueError(
+                f"{type(self).__name__} scales the loss by counts that only an ODBDataLoader brings, but the training loader is a "
+                f"{type(dataloader).__name__}: use ODBDataLoader.from_dataloader(loader, l_max=...), or ODBDataModule, or "
+                'loss_scaling="none"'
+            )
+        return unwrapping(loader, (lambda: trainer.current_epoch) if is_training else lambda: 0)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Position among the ranks that see different data."""
+        return self.global_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that see different data."""
+        return self.world_size
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves the batch, and makes what is known of it the current info: once per batch, before any hook on it."""
+        trainer = self._trainer
+        if trainer.training:
+            loader = trainer.train_dataloader
+            if isinstance(loader, UnwrappingLoader) and loader.infos:
+                self.step_info = loader.infos.popleft()
+        else:
+            loader = self._evaluation_loader(dataloader_idx)
+            self.val_step_info = loader.infos.popleft() if isinstance(loader, UnwrappingLoader) and loader.infos else None
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _evaluation_loader(self, dataloader_idx: int) -> Any:
+        trainer = self._trainer
+        if trainer.testing:
+            loaders = trainer.test_dataloaders
+        elif trainer.predicting:
+            loaders = trainer.predict_dataloaders
+        else:
+            loaders = trainer.val_dataloaders
+        if isinstance(loaders, dict):
+            loaders = list(loaders.values())
+        return loaders[dataloader_idx] if isinstance(loaders, (list, tuple)) else loaders
+
+    # --- steps ---
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        info = self.step_info
+        with self._in_step(info):
+            if info is None or not info.is_idle:
+                return super().training_step(*args, **kwargs)
+            self._borrowed.take(self._module)  # until after the backward, which may run parts of the forward again
+            with without_a_trace(self._trainer, self._module):
+                return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step(super().predict_step, *args, **kwargs)
+
+    def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        info = self.val_step_info
+        with self._in_step(info):
+            if info is None or not info.is_idle:
+                return step(*args, **kwargs)
+            self._borrowed.take(self._module)
+            try:
+                with without_a_trace(self._trainer, self._module):
+                    return step(*args, **kwargs)
+            finally:
+                self._borrowed.give_back()
+
+    @contextmanager
+    def _in_step(self, info: StepInfo | None) -> Iterator[None]:
+        self._step_in_progress = info
+        try:
+            yield
+        finally:
+            self._step_in_progress = None
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of the loss times this batch's multiplier."""
+        info = self.step_info
+        try:
+            if info is None:
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
+            if self._window_has_no_target(info):
+                return closure_loss  # on all ranks alike, so no collective is left waiting
+            multiplier = info.loss_multiplier(self.loss_scaling)
+            if multiplier == 0.0:
+                with zeroed_gradients(self._module.parameters()):
+                    return super().backward(closure_loss, optimizer, *args, **kwargs)
+            return super().backward(closure_loss * multiplier, optimizer, *args, **kwargs)
+        finally:
+            self._borrowed.give_back()
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Steps the optimizer, unless the window had no target on any rank: even zero gradients would move momentum and weights."""
+        if self.step_info is not None and self._window_has_no_target(self.step_info):
+            return closure()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _window_has_no_target(self, info: StepInfo) -> bool:
+        if self.loss_scaling == "none":
+            return False
+        return not (info.window_num_tokens_supervised if self.loss_scaling == "token" else info.window_num_samples)
+
+    # --- collectives inside a step ---
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Inside a step, the reduction over the ranks that are not idle in it, so that `self.log(..., sync_dist=True)` gives their
+        value; else as ever."""
+        info = self._step_in_progress
+        if info is None or info.num_active_ranks >= info.world_size or not isinstance(tensor, Tensor):
+            return super().reduce(tensor, group, reduce_op)
+        operation = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        if info.is_idle:
+            tensor = torch.full_like(tensor, _neutral_value(operation, tensor))
+        reduced = super().reduce(tensor, group, reduce_op)
+        if operation in ("mean", "avg", ReduceOp.AVG, None):
+            reduced = reduced * (info.world_size / info.num_active_ranks)
+        return reduced
+
+    # --- the end ---
+
+    def teardown(self) -> None:
+        self._close_loaders()
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends the loaders' processes, which releases the peers' too."""
+        self._close_loaders()
+        super().on_exception(exception)
+
+    def _close_loaders(self) -> None:
+        self._borrowed.give_back()
+        for loader in self._odb_loaders:
+            loader.close()
+
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
+
+    @property
+    def _module(self) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        return module
+
+
+def _neutral_value(operation: Any, tensor: Tensor) -> float:
+    if operation not in ("max", "min", ReduceOp.MAX, ReduceOp.MIN):
+        return 0
+    bounds = torch.finfo(tensor.dtype) if tensor.is_floating_point() else torch.iinfo(tensor.dtype)
+    return bounds.min if operation in ("max", ReduceOp.MAX) else bounds.max

@@ -1,0 +1,60 @@
+"""A loader as the trainer sees it: plain batches, with what is known of each kept in order for the strategy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from odb_lightning.batch import ODBBatch, StepInfo
+from odb_lightning.loader import ODBDataLoader
+
+
+class UnwrappingLoader:
+    """Takes `ODBBatch`es apart before any hook sees them. Batches that are none go through as they are.
+
+    An idle step yields the stand-in. Infos are taken from `infos` in the order in which batches were yielded: trainers fetch
+    ahead, but never reorder.
+    """
+
+    def __init__(self, loader: Any, epoch: Callable[[], int]) -> None:
+        self.loader = loader
+        self.infos: deque[StepInfo | None] = deque()
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self.infos.clear()
+        if isinstance(self.loader, ODBDataLoader):
+            # Lightning tells nobody but samplers of the epoch, and those after the first batch was drawn.
+            self.loader.set_epoch(self._epoch())
+        return self._batches(iter(self.loader))
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if isinstance(batch, ODBBatch):
+                self.infos.append(batch.step)
+                yield batch.stand_in if batch.step.is_idle else batch.data
+            else:
+                self.infos.append(None)
+                yield batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class SizedUnwrappingLoader(UnwrappingLoader):
+    """For a loader that has a length."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def unwrapping(loader: Any, epoch: Callable[[], int]) -> UnwrappingLoader:
+    """The proxy for a loader; sized if the loader is."""
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return UnwrappingLoader(loader, epoch)
+    return SizedUnwrappingLoader(loader, epoch)
