@@ -44,7 +44,7 @@ def loader_from(existing: DataLoader[Any], l_max: int, deal_sampler: bool = Fals
         warnings.warn("drop_last=True of the loader is dropped: no sample is", stacklevel=3)
     if existing.prefetch_factor not in (None, 2):
         warnings.warn(
-            f"prefetch_factor={existing.prefetch_factor} of the loader is dropped: an ODBDataLoader's counts messages of many samples",
+            f"prefetch_factor={existing.prefetch_factor} of the loader is dropped: here it counts messages of many samples",
             stacklevel=3,
         )
     if existing.generator is not None:

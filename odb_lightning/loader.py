@@ -35,7 +35,8 @@ def length_of_input_ids(sample: Any) -> int:
     except (KeyError, AttributeError):
         held = f"keys {sorted(map(str, sample))}" if isinstance(sample, Mapping) else "no attribute 'input_ids'"
         raise TypeError(
-            f"the length of a sample of type {type(sample).__name__} with {held} is not known: pass length_fn=<function of a sample>"
+            f"the length of a sample of type {type(sample).__name__} with {held} is not known: "
+            "pass length_fn=<function of a sample>"
         ) from None
     shape = getattr(ids, "shape", None)
     return int(shape[-1]) if shape else len(ids)
@@ -183,13 +184,13 @@ class ODBDataLoader:
         which it ends an epoch. For strategies. Raises ValueError if the loader was given something else explicitly."""
         if self.accumulate is not None and self.accumulate != accumulate:
             raise ValueError(
-                f"the loader was given accumulate={self.accumulate}, but the trainer has accumulate_grad_batches={accumulate}: leave "
-                "accumulate out, the strategy sets it"
+                f"the loader was given accumulate={self.accumulate}, but the trainer has accumulate_grad_batches={accumulate}: "
+                "leave accumulate out, the strategy sets it"
             )
         if self.rank is not None and (self.rank, self.world_size) != (rank, world_size):
             raise ValueError(
-                f"the loader was given rank={self.rank}, world_size={self.world_size}, but the strategy's data-parallel position is "
-                f"{rank} of {world_size}: leave rank and world_size out"
+                f"the loader was given rank={self.rank}, world_size={self.world_size}, but the strategy's data-parallel position "
+                f"is {rank} of {world_size}: leave rank and world_size out"
             )
         self.close()
         self._attached = _Attachment(rank, world_size, accumulate, max_steps)

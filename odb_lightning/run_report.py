@@ -167,8 +167,7 @@ def _grow(tree: Tree, node: Any) -> None:
 def summary_table(result: Mapping[str, Any]) -> Table:
     """The figures that people look at first."""
     how = f"{result.get('loader')} loader, {result.get('strategy')}, {result.get('world_size')} ranks"
-    title = f"{result.get('task_name', 'run')}: {how}"
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table("figure", f"{result.get('task_name', 'run')}: {how}")
     for label, keys, form in _TABLE:
         values = [result.get(key) for key in ((keys,) if isinstance(keys, str) else keys)]
         table.add_row(label, "-" if any(value is None for value in values) else form.format(*values))

@@ -55,7 +55,8 @@ class CollateProcess:
             if culprit is None:
                 raise
             raise TypeError(
-                f"{culprit} can't be sent to the loader's processes by the start method {context.get_start_method()!r}: {error}. "
+                f"{culprit} can't be sent to the loader's processes by the start method {context.get_start_method()!r}: "
+                f"{error}. "
                 'Define it at the top level of a module, or pass multiprocessing_context="fork".'
             ) from error
         finally:
@@ -80,8 +81,8 @@ class CollateProcess:
                 raise self._ended()
             if time.monotonic() >= deadline:
                 raise ODBLoaderError(
-                    f"rank {self._rank} got no batch within Timeouts(batch={self._timeouts.batch:.0f}) seconds; its collate process "
-                    "is alive: a sample, a collate_fn or a peer takes too long"
+                    f"rank {self._rank} got no batch within Timeouts(batch={self._timeouts.batch:.0f}) seconds; its collate "
+                    "process is alive: a sample, a collate_fn or a peer takes too long"
                 )
         try:
             kind, facts, payload = self._receiver.receive()
@@ -93,8 +94,8 @@ class CollateProcess:
         return kind, facts, payload
 
     def stand_in(self) -> Any:
-        """A copy of this rank's stand-in batch, so that what is done to one does not reach the next. There is one from the first
-        idle step on."""
+        """A copy of this rank's stand-in batch, so that what is done to one does not reach the next. There is one from the
+        first idle step on."""
         return copy.deepcopy(self._stand_in)
 
     def _ended(self) -> ODBLoaderError:

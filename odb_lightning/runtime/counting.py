@@ -60,8 +60,8 @@ class TargetCounter:
             if self._is_default and not isinstance(data, Mapping):
                 self.warn_once(
                     "no labels",
-                    f"no labels were found in a batch of type {type(data).__name__}, so each sample counts as one target of the "
-                    "loss; pass num_supervised_fn=<function of the batch> to declare what the mean loss is over",
+                    f"no labels were found in a batch of type {type(data).__name__}, so each sample counts as one target "
+                    "of the loss; pass num_supervised_fn=<function of the batch> to declare what the mean loss is over",
                 )
             return num_samples
         supervised = torch.as_tensor(np.asarray(labels) if isinstance(labels, list) else labels) != IGNORE_INDEX
@@ -69,9 +69,9 @@ class TargetCounter:
             if self._is_default and supervised.numel() and bool(supervised[:, 0].all()):
                 self.warn_once(
                     "column 0",
-                    "the labels in column 0 are supervised in every sample of a batch. The default num_supervised_fn='causal' leaves "
-                    "that column out, as causal models shift labels. If yours are shifted already (or the model is an "
-                    "encoder-decoder or a masked one) pass num_supervised_fn='unshifted', else 'causal', to say so",
+                    "the labels in column 0 are supervised in every sample of a batch. The default num_supervised_fn='causal' "
+                    "leaves that column out, as causal models shift labels. If yours are shifted already (or the model is "
+                    "an encoder-decoder or a masked one) pass num_supervised_fn='unshifted', else 'causal', to say so",
                 )
             supervised = supervised[:, 1:]
         return int(supervised.sum())

@@ -89,7 +89,8 @@ class BatchSender:
         while len(self._in_flight) >= self._depth or (start := self._free_start(size)) is None:
             if not self._connection.poll(self._timeout):
                 raise TimeoutError(
-                    f"the training process took no batch for {self._timeout:.0f} s; raise Timeouts(batch=...) if its steps are that long"
+                    f"the training process took no batch for {self._timeout:.0f} s; raise Timeouts(batch=...) if its steps "
+                    "are that long"
                 )
             self._take_credit()
         self._in_flight.append((start, size))

@@ -63,8 +63,8 @@ class ODBStrategyMixin(Strategy):
                 self._odb_loaders.append(loader)
         elif is_training and self.loss_scaling != "none":
             raise ValueError(
-                f"{type(self).__name__} scales the loss by counts that only an ODBDataLoader brings, but the training loader is a "
-                f"{type(dataloader).__name__}: use ODBDataLoader.from_dataloader(loader, l_max=...), or ODBDataModule, or "
+                f"{type(self).__name__} scales the loss by counts that only an ODBDataLoader brings, but the training loader "
+                f"is a {type(dataloader).__name__}: use ODBDataLoader.from_dataloader(loader, l_max=...), or ODBDataModule, or "
                 'loss_scaling="none"'
             )
         return unwrapping(loader, (lambda: trainer.current_epoch) if is_training else lambda: 0)
@@ -160,7 +160,7 @@ class ODBStrategyMixin(Strategy):
             self._borrowed.give_back()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Steps the optimizer, unless the window had no target on any rank: even zero gradients would move momentum and weights."""
+        """Steps the optimizer, unless the window had no target on any rank: zero gradients, too, move momentum and weights."""
         if self.step_info is not None and self._window_has_no_target(self.step_info):
             return closure()
         return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -173,8 +173,8 @@ class ODBStrategyMixin(Strategy):
     # --- collectives inside a step ---
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Inside a step, the reduction over the ranks that are not idle in it, so that `self.log(..., sync_dist=True)` gives their
-        value; else as ever."""
+        """Inside a step, the reduction over the ranks that are not idle in it, so that `self.log(..., sync_dist=True)` gives
+        their value; else as ever."""
         info = self._step_in_progress
         if info is None or info.num_active_ranks >= info.world_size or not isinstance(tensor, Tensor):
             return super().reduce(tensor, group, reduce_op)

@@ -1,0 +1,98 @@
+"""The update is the gradient of the mean over all supervised tokens of all ranks and micro-batches, in each strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiprocess.ranks import run_ranks
+from tests.multiprocess.training_cases import CASES, WRONG
+
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
+ROUNDING = 2e-6  # float32 parameters against a float64 reference, a few updates
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def fits(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, list[dict[str, Any]]]]:
+    """Per case the result of each rank. A strategy's cases share one pair of processes: starting those takes longest."""
+    ranks = run_ranks(
+        "tests.multiprocess.training_cases:all_cases",
+        2,
+        tmp_path_factory.mktemp(request.param),
+        seconds=180,
+        strategy=request.param,
+    )
+    return request.param, {name: [rank.value[name] for rank in ranks] for name in ranks[0].value}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_equal_those_of_a_single_process_in_float64(fits: Any, case: str) -> None:
+    strategy, results = fits
+    for rank in results[case]:
+        assert rank["error"] < ROUNDING, f"{strategy}, {case}"
+        assert rank["spread"] == 0.0
+        assert (rank["moved"] > 1e-2) == (case != "a window without targets")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_make_equal_steps(fits: Any, case: str) -> None:
+    _, results = fits
+    first, second = results[case]
+    assert [step[:2] for step in first["steps"]] == [step[:2] for step in second["steps"]]
+    assert first["global_step"] == second["global_step"]
+    assert not any(a and b for a, b in zip(first["idle"], second["idle"], strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_view_is_trained_once_an_epoch(fits: Any, case: str) -> None:
+    _, results = fits
+    if "limit" in CASES[case]:
+        assert len(results[case][0]["steps"]) == CASES[case]["limit"] * CASES[case]["max_epochs"]
+        return
+    for rank, shard in zip(results[case], CASES[case]["shards"], strict=True):
+        for epoch in range(CASES[case].get("max_epochs", 1)):
+            seen = [index for at, _, sample_ids in rank["steps"] if at == epoch for index in sample_ids]
+            assert sorted(seen) == sorted(shard)
+
+
+def test_the_cases_hold_what_they_are_named_for(fits: Any) -> None:
+    strategy, results = fits
+    assert any(results["k=1, rank 1 idle"][1]["idle"]) and not any(results["k=1, rank 1 idle"][0]["idle"])
+    assert any(results["k=1, rank 0 idle"][0]["idle"]) and not any(results["k=1, rank 0 idle"][1]["idle"])
+    short = results["k=4, short last window"][0]
+    assert len([step for step in short["steps"] if step[0] == 0]) % 4 != 0
+    assert all(results["a rank that never had a sample"][0]["idle"])
+    assert results["k=3"][0]["zero_stage"] == (None if strategy == "ddp" else int(strategy[-1]))
+
+
+def test_the_module_sees_what_collate_fn_returned(fits: Any) -> None:
+    _, results = fits
+    assert results["k=3"][0]["batch_keys"] == ["input_ids", "labels"]
+
+
+def test_logged_values_leave_idle_ranks_out(fits: Any) -> None:
+    """In the last step rank 1 is idle, and has been for long: what it logs must not move the mean."""
+    _, results = fits
+    idle, busy = results["k=1, rank 0 idle"]
+    assert idle["idle"][-1] or busy["idle"][-1] or any(idle["idle"])
+    assert idle["metrics"] == pytest.approx(busy["metrics"], rel=1e-6)
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_a_wrong_scale_is_noticed(fits: Any, change: str) -> None:
+    """The comparison above can fail."""
+    _, results = fits
+    assert results[change][0]["error"] > 1e3 * ROUNDING
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_an_idle_rank_that_adds_a_cheap_zero_is_noticed(strategy: str, tmp_path: Path) -> None:
+    """ZeRO fills its buckets in the order of gradient hooks, so a zero from elsewhere adds up different parameters."""
+    ranks = run_ranks("tests.multiprocess.training_cases:cheap_zero", 2, tmp_path, seconds=90, check=False, strategy=strategy)
+    assert any(rank.status for rank in ranks) or any(rank.value["error"] > 1e3 * ROUNDING for rank in ranks)

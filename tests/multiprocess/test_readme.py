@@ -1,0 +1,81 @@
+"""The README's code runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import run_command
+from tests.multiprocess.ranks import ROOT, run_ranks
+
+pytestmark = pytest.mark.distributed
+
+PROJECT = """
+import lightning
+import torch
+from torch.utils.data import DataLoader
+
+from tests.multiprocess.training_cases import LENGTHS, Model, Samples, pad
+
+
+class MyModule(Model):
+    def on_train_end(self):
+        seen = [list(info.sample_ids) for info in self.infos]
+        print("TRAINED", self.global_rank, sorted(sum(seen, [])), self.trainer.strategy.world_size, self.describe(), flush=True)
+
+    def describe(self):
+        return self.trainer.datamodule.my_own_method(), self.trainer.datamodule.transfers
+
+
+class MyDataModule(lightning.LightningDataModule):
+    transfers = 0
+
+    def train_dataloader(self):
+        return DataLoader(Samples(), batch_size=1, shuffle=True, collate_fn=pad)
+
+    def val_dataloader(self):
+        return DataLoader(Samples(), batch_size=1, collate_fn=pad)
+
+    def my_own_method(self):
+        return "mine"
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.transfers += 1
+        return batch
+"""
+
+
+def readme_block(name: str) -> str:
+    """The Python block below the comment `<!-- test: name -->`."""
+    found = re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert found, name
+    return found.group(1)
+
+
+def test_two_lines_move_an_existing_project(tmp_path: Path) -> None:
+    script = tmp_path / "project.py"
+    script.write_text(PROJECT + readme_block("existing project"))
+    result = run_command([sys.executable, str(script)], cwd=tmp_path, seconds=100, environment={"PYTHONPATH": str(ROOT)})
+    assert result.status == 0, result.output
+    trained = re.findall(r"TRAINED (\d) (\[.*?\]) (\d) \('mine', (\d+)\)", result.output)
+    assert sorted(rank for rank, *_ in trained) == ["0", "1"], result.output
+    samples = [index for _, ids, *_ in trained for index in eval(ids)]
+    assert sorted(samples) == list(range(14))  # each once, over both ranks
+    assert all(int(transfers) > 0 for *_, transfers in trained)
+
+
+def test_own_loop_gives_the_exact_update(tmp_path: Path) -> None:
+    ranks = run_ranks(
+        "tests.multiprocess.training_cases:own_loop",
+        2,
+        tmp_path,
+        seconds=90,
+        code=readme_block("own loop").replace("4096", "12"),
+    )
+    for rank in ranks:
+        assert rank.value["error"] < 1e-6
+        assert rank.value["moved"] > 1e-2
+    assert any(rank.value["idle_steps"] for rank in ranks)
