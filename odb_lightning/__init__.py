@@ -1,12 +1,30 @@
 """Online Dynamic Batching for Lightning: batches by token budget, formed from the lengths that samples turn out to have."""
 
+import multiprocessing
+import os
+from typing import TYPE_CHECKING, Any
+
 from odb_lightning.batch import IDLE_DATA, ODBBatch, StepInfo
-from odb_lightning.datamodule import ODBDataModule
 from odb_lightning.loader import ODBDataLoader
 from odb_lightning.runtime.errors import ODBLoaderError
-from odb_lightning.runtime.settings import LoaderStats, Timeouts
+from odb_lightning.runtime.settings import HELPER_PROCESS_NAME, HELPER_VARIABLE, LoaderStats, Timeouts
 from odb_lightning.sampling import ShardedSampler
-from odb_lightning.strategies import ODBDDPStrategy, ODBDeepSpeedStrategy, ODBSingleDeviceStrategy, ODBStrategyMixin
+
+_is_helper = multiprocessing.current_process().name == HELPER_PROCESS_NAME or HELPER_VARIABLE in os.environ
+
+if TYPE_CHECKING or not _is_helper:
+    from odb_lightning.datamodule import ODBDataModule
+    from odb_lightning.strategies import ODBDDPStrategy, ODBDeepSpeedStrategy, ODBSingleDeviceStrategy, ODBStrategyMixin
+else:
+
+    def __getattr__(name: str) -> Any:
+        # A loader's own processes, started by spawn or forkserver, are ready seconds earlier without Lightning.
+        from odb_lightning import datamodule, strategies
+
+        if name not in __all__:
+            raise AttributeError(name)
+        return getattr(datamodule if hasattr(datamodule, name) else strategies, name)
+
 
 __all__ = [
     "IDLE_DATA",

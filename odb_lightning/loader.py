@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
-import multiprocessing
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from odb_lightning.batch import IDLE_DATA, ODBBatch
+from odb_lightning.loader_options import check_at_least_one, check_choice, length_of_input_ids, start_method_of
 from odb_lightning.runtime.client import CollateProcess
 from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised, check_rule
 from odb_lightning.runtime.errors import ODBLoaderError
@@ -23,23 +23,6 @@ from odb_lightning.runtime.settings import EpochRequest, LoaderSettings, LoaderS
 from odb_lightning.sampling import ShardedSampler
 
 _MAX_CHUNK_SIZE = 64
-
-
-def length_of_input_ids(sample: Any) -> int:
-    """The number of tokens in `sample["input_ids"]` (or `sample.input_ids`): the default `length_fn`.
-
-    Raises TypeError where there are none.
-    """
-    try:
-        ids = sample["input_ids"] if isinstance(sample, Mapping) else sample.input_ids
-    except (KeyError, AttributeError):
-        held = f"keys {sorted(map(str, sample))}" if isinstance(sample, Mapping) else "no attribute 'input_ids'"
-        raise TypeError(
-            f"the length of a sample of type {type(sample).__name__} with {held} is not known: "
-            "pass length_fn=<function of a sample>"
-        ) from None
-    shape = getattr(ids, "shape", None)
-    return int(shape[-1]) if shape else len(ids)
 
 
 class ODBDataLoader:
@@ -101,15 +84,15 @@ class ODBDataLoader:
         world_size: int | None = None,
         store: Any = None,
     ) -> None:
-        _check_at_least_one(
+        check_at_least_one(
             l_max=l_max, buffer_size=buffer_size, max_rows=max_rows, accumulate=accumulate, prefetch_factor=prefetch_factor
         )
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ValueError(f"num_workers must be 0 or more, got {num_workers!r}")
-        _check_choice("mode", mode, ("join",))
-        _check_choice("alignment", alignment, ("paper",))
-        _check_choice("oversize", oversize, ("emit", "drop", "error"))
-        _check_choice("empty", empty, ("drop", "error"))
+        check_choice("mode", mode, ("join",))
+        check_choice("alignment", alignment, ("paper",))
+        check_choice("oversize", oversize, ("emit", "drop", "error"))
+        check_choice("empty", empty, ("drop", "error"))
         check_rule(num_supervised_fn)
         if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise TypeError(f"dataset has to be map-style (__getitem__ and __len__), got {type(dataset).__name__}")
@@ -151,7 +134,7 @@ class ODBDataLoader:
             "prefetch_factor": prefetch_factor if num_workers > 0 else None,
             "chunk_size": chunk_size,
             "persistent_workers": persistent_workers,
-            "start_method": _start_method(multiprocessing_context),
+            "start_method": start_method_of(multiprocessing_context),
             "timeouts": timeouts or Timeouts(),
         }
         self._keeps_process = persistent_workers
@@ -189,8 +172,8 @@ class ODBDataLoader:
             )
         if self.rank is not None and (self.rank, self.world_size) != (rank, world_size):
             raise ValueError(
-                f"the loader was given rank={self.rank}, world_size={self.world_size}, but the strategy's data-parallel position "
-                f"is {rank} of {world_size}: leave rank and world_size out"
+                f"the loader was given rank={self.rank}, world_size={self.world_size}, but the strategy's data-parallel "
+                f"position is {rank} of {world_size}: leave rank and world_size out"
             )
         self.close()
         self._attached = _Attachment(rank, world_size, accumulate, max_steps)
@@ -327,30 +310,6 @@ class _Iteration(Iterator[ODBBatch]):
 
     def __del__(self) -> None:
         self.close()
-
-
-def _start_method(context: Any) -> str | None:
-    if context is None:
-        return None
-    if isinstance(context, str):
-        if context not in multiprocessing.get_all_start_methods():
-            raise ValueError(
-                f"multiprocessing_context={context!r} is unknown: choose one of {multiprocessing.get_all_start_methods()}"
-            )
-        return context
-    method: str = context.get_start_method()
-    return method
-
-
-def _check_at_least_one(**values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(map(repr, choices))}")
 
 
 LOADER_OPTIONS = frozenset(inspect.signature(ODBDataLoader).parameters) - {"dataset", "l_max"}

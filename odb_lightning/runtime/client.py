@@ -17,7 +17,7 @@ from typing import Any
 from odb_lightning.runtime.collate_process import collate_main
 from odb_lightning.runtime.errors import ODBLoaderError
 from odb_lightning.runtime.ring import BatchReceiver, SharedMemory
-from odb_lightning.runtime.settings import EpochRequest, LoaderSettings
+from odb_lightning.runtime.settings import HELPER_PROCESS_NAME, EpochRequest, LoaderSettings
 
 _RING_BYTES = 32 * 2**20
 _POLL_SECONDS = 1.0
@@ -46,7 +46,7 @@ class CollateProcess:
         stop, self._stop = context.Pipe(duplex=False)
         arguments = (settings, batches, requests, stop, self._memory)
         # Not daemonic: daemonic processes can't have workers.
-        self._process = context.Process(target=collate_main, args=arguments, name="odb-collate", daemon=False)
+        self._process = context.Process(target=collate_main, args=arguments, name=HELPER_PROCESS_NAME, daemon=False)
         try:
             self._process.start()
         except Exception as error:

@@ -38,7 +38,9 @@ def _restore_tensor(buffer: np.ndarray[Any, Any] | bytes, dtype: torch.dtype, sh
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    # One element may keep any stride and count as contiguous; a view as bytes wants stride 1.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 class _Pickler(pickle.Pickler):
@@ -46,7 +48,7 @@ class _Pickler(pickle.Pickler):
         if not is_plain_tensor(obj):
             return NotImplemented
         shape = tuple(obj.shape)
-        buffer = pickle.PickleBuffer(_bytes_of(obj)) if obj.numel() else b""
+        buffer = pickle.PickleBuffer(_bytes_of(obj).data) if obj.numel() else b""
         return _restore_tensor, (buffer, obj.dtype, shape)
 
 
@@ -76,7 +78,7 @@ class PackedSamples(NamedTuple):
 def _column_keys(samples: Sequence[Any]) -> list[Any]:
     """Keys under which every sample holds a plain tensor of the same dtype."""
     first = samples[0]
-    if type(first) is not dict or any(type(sample) is not dict or sample.keys() != first.keys() for sample in samples):
+    if type(first) is not dict or any(type(sample) is not dict or list(sample) != list(first) for sample in samples):
         return []
     return [
         key
@@ -87,10 +89,11 @@ def _column_keys(samples: Sequence[Any]) -> list[Any]:
 
 
 def pack_samples(samples: Sequence[Any]) -> PackedSamples:
-    """The samples as one message of a few arrays: one array per key and message, not one per tensor."""
+    """The samples as one message of a few arrays: one array per key and message, not one per tensor. All copies: where no
+    process lies between, what is done to a sample must not reach the data set either."""
     keys = _column_keys(samples) if samples else []
     if not keys:
-        return PackedSamples(len(samples), None, encode(list(samples)))
+        return PackedSamples(len(samples), None, _encode_copy(list(samples)))
     columns = {}
     for key in keys:
         values = [sample[key] for sample in samples]
@@ -102,7 +105,12 @@ def pack_samples(samples: Sequence[Any]) -> PackedSamples:
     if len(keys) == len(order):
         return PackedSamples(len(samples), columns, None)
     others = [{key: value for key, value in sample.items() if key not in columns} for sample in samples]
-    return PackedSamples(len(samples), columns, encode((order, others)))
+    return PackedSamples(len(samples), columns, _encode_copy((order, others)))
+
+
+def _encode_copy(value: Any) -> Encoded:
+    header, buffers = encode(value)
+    return Encoded(header, [buffer.copy() for buffer in buffers])
 
 
 def unpack_samples(packed: PackedSamples) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from multiprocessing.connection import Connection
 
 import torch
@@ -16,7 +17,7 @@ from odb_lightning.runtime.fetch import Fetcher
 from odb_lightning.runtime.guard import end_with_parent, own_signals
 from odb_lightning.runtime.ring import BatchSender, SharedMemory
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
-from odb_lightning.runtime.settings import EpochRequest, LoaderSettings
+from odb_lightning.runtime.settings import HELPER_VARIABLE, EpochRequest, LoaderSettings
 from odb_lightning.runtime.stand_in import StandIn
 
 MAX_READY_BATCHES = 8
@@ -28,6 +29,7 @@ def collate_main(
 ) -> None:
     """Serves epochs until it is told to stop, its parent is gone, or something fails."""
     own_signals(in_order=True)
+    os.environ[HELPER_VARIABLE] = "1"
     torch.set_num_threads(1)
     end_with_parent(stop)
     process = _CollateProcess(settings, BatchSender(batches, memory, MAX_READY_BATCHES, settings.timeouts.batch))

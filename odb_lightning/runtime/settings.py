@@ -7,6 +7,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+HELPER_PROCESS_NAME = "odb-collate"
+HELPER_VARIABLE = "ODB_HELPER_PROCESS"
+"""Set in the environment of a collate process and of its workers."""
+
 Policy = Literal["emit", "drop", "error"]
 
 

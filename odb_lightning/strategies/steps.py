@@ -72,12 +72,12 @@ class ODBStrategyMixin(Strategy):
     @property
     def data_parallel_rank(self) -> int:
         """Position among the ranks that see different data."""
-        return self.global_rank
+        return int(self._trainer.global_rank)
 
     @property
     def data_parallel_size(self) -> int:
         """Number of ranks that see different data."""
-        return self.world_size
+        return int(self._trainer.world_size)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves the batch, and makes what is known of it the current info: once per batch, before any hook on it."""
@@ -177,11 +177,11 @@ class ODBStrategyMixin(Strategy):
         their value; else as ever."""
         info = self._step_in_progress
         if info is None or info.num_active_ranks >= info.world_size or not isinstance(tensor, Tensor):
-            return super().reduce(tensor, group, reduce_op)
+            return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
         operation = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         if info.is_idle:
             tensor = torch.full_like(tensor, _neutral_value(operation, tensor))
-        reduced = super().reduce(tensor, group, reduce_op)
+        reduced = super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
         if operation in ("mean", "avg", ReduceOp.AVG, None):
             reduced = reduced * (info.world_size / info.num_active_ranks)
         return reduced

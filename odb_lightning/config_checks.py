@@ -1,0 +1,119 @@
+"""Refuses a configuration that cannot run, with one line that names the override, before any process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from odb_lightning.callbacks.figures import METRICS
+
+_MISSING = object()
+_START_METHODS = ("fork", "forkserver", "spawn")
+
+
+class ConfigError(CompactHydraException, ValueError):
+    """A value that cannot be used; Hydra prints its text without a traceback."""
+
+
+def validate_config(cfg: DictConfig) -> None:
+    """Nothing, or `ConfigError` for the first value of `cfg` that no run could use."""
+    at_least = _at_least(cfg)
+    one_of = _one_of(cfg)
+    for key, lowest, nullable in (
+        ("odb.l_max", 1, False),
+        ("odb.val_l_max", 1, True),
+        ("odb.buffer_size", 1, False),
+        ("odb.max_rows", 1, True),
+        ("odb.num_workers", 0, False),
+        ("odb.prefetch_factor", 1, True),
+        ("odb.seed", 0, False),
+        ("data.limit", 1, True),
+        ("data.val_limit", 1, True),
+        ("data.cutoff", 8, True),
+        ("batch_size", 1, True),
+        ("seed", 0, False),
+        ("checkpoint.every_n_steps", 1, True),
+        ("trainer.accumulate_grad_batches", 1, False),
+    ):
+        at_least(key, lowest, nullable)
+    one_of("odb.mode", ("join",))
+    one_of("odb.oversize", ("emit", "drop", "error"))
+    one_of("odb.empty", ("drop", "error"))
+    one_of("odb.multiprocessing_context", (None, *_START_METHODS))
+    one_of("loader", ("odb", "fixed"))
+    for key in ("validate", "audit"):
+        one_of(key, (True, False))
+    one_of("optimized_metric", (None, *METRICS))
+    _check_devices(cfg)
+    _check_loss_scaling(cfg)
+    _check_files(cfg)
+
+
+def _value(cfg: DictConfig, key: str) -> Any:
+    try:
+        return OmegaConf.select(cfg, key, default=_MISSING, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
+
+
+def _at_least(cfg: DictConfig) -> Callable[[str, int, bool], None]:
+    def check(key: str, lowest: int, nullable: bool) -> None:
+        value = _value(cfg, key)
+        if value is _MISSING or (value is None and nullable):
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            wanted = f"an integer of at least {lowest}" + (", or null" if nullable else "")
+            raise ConfigError(f"{key}={value} cannot be used: give {wanted}")
+
+    return check
+
+
+def _one_of(cfg: DictConfig) -> Callable[[str, tuple[Any, ...]], None]:
+    def check(key: str, choices: tuple[Any, ...]) -> None:
+        value = _value(cfg, key)
+        if value is not _MISSING and value not in choices:
+            named = ", ".join("null" if choice is None else str(choice).lower() for choice in choices)
+            raise ConfigError(f"{key}={value} cannot be used: choose from {named}")
+
+    return check
+
+
+def _check_devices(cfg: DictConfig) -> None:
+    devices = _value(cfg, "trainer.devices")
+    counted = isinstance(devices, int) and not isinstance(devices, bool) and (devices >= 1 or devices == -1)
+    if not (counted or devices == "auto" or OmegaConf.is_list(devices) or (isinstance(devices, str) and devices[:1].isdigit())):
+        raise ConfigError(f"trainer.devices={devices} cannot be used: give a number of devices, a list of them, or auto")
+
+
+def _check_loss_scaling(cfg: DictConfig) -> None:
+    if cfg.loader == "fixed" and OmegaConf.select(cfg, "strategy.loss_scaling", default="none") != "none":
+        raise ConfigError(
+            f"strategy.loss_scaling={cfg.strategy.loss_scaling} needs loader=odb: a fixed-batch loader does not know the "
+            "targets of the other ranks; set strategy.loss_scaling=none"
+        )
+
+
+def _check_files(cfg: DictConfig) -> None:
+    for key in ("data.path", "data.val_path"):
+        path = _value(cfg, key)
+        if path is not _MISSING and path is not None and not Path(str(path)).exists():
+            raise ConfigError(f"{key}={path} cannot be used: there is no such file")
+    ckpt_path = _value(cfg, "ckpt_path")
+    if ckpt_path == "last":
+        newest_checkpoint(cfg)
+    elif ckpt_path not in (None, _MISSING) and not Path(str(ckpt_path)).exists():
+        raise ConfigError(f"ckpt_path={ckpt_path} cannot be used: no such checkpoint (last takes the newest)")
+
+
+def newest_checkpoint(cfg: DictConfig) -> Path:
+    """The checkpoint last written by any run of this task, for `ckpt_path=last`."""
+    runs = Path(cfg.paths.log_dir) / cfg.task_name
+    found = [*runs.glob("runs/*/checkpoints/*.ckpt"), *runs.glob("multiruns/*/*/checkpoints/*.ckpt")]
+    if not found:
+        raise ConfigError(f"ckpt_path=last cannot be used: no run below {runs} has a checkpoint")
+    return max(found, key=lambda path: path.stat().st_mtime)
