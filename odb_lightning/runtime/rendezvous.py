@@ -37,7 +37,7 @@ def store_address(store: Any, rank: int, world_size: int) -> StoreAddress | None
     if isinstance(store, dist.TCPStore):
         return StoreAddress(prefix, host=store.host, port=store.port)
     if isinstance(store, dist.FileStore):
-        return StoreAddress(prefix, path=str(getattr(store, "path")))
+        return StoreAddress(prefix, path=store.path)  # type: ignore[attr-defined]
     if store is not None:
         raise ValueError(f"store has to be a torch.distributed TCPStore or FileStore, got {type(store).__name__}")
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

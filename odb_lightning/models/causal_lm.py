@@ -1,0 +1,130 @@
+"""A LightningModule for any `AutoModelForCausalLM`: loss, metrics and a schedule that suit batches of varying size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from odb_lightning.models.build import build_causal_lm
+from odb_lightning.models.schedule import SampleClock, cosine_factor
+from odb_lightning.models.token_mean import TokenMean
+
+IGNORED = -100
+"""Label of a position without a target."""
+
+
+class CausalLM(LightningModule):
+    """Trains on dicts of `input_ids`, `attention_mask` and `labels`, each (samples, length), padded on the right.
+
+    `training_step` returns the mean cross entropy over the supervised targets `labels[:, 1:] != -100`, a zero with a graph
+    where there are none. The model comes from `config` (`model_type` and its options; random weights) or from `pretrained`;
+    neither gives a small Qwen3. With `schedule_samples` the learning rate warms up over `warmup_samples` and falls along a
+    cosine to `min_lr_ratio * lr` at that many samples over all ranks: the number of steps is not known beforehand.
+
+    Logs `train_loss` (this rank's batch), `train_loss_epoch`, `val_loss` and `val_token_accuracy` (over all targets of all
+    ranks), `lr`.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        pretrained: str | None = None,
+        torch_dtype: str | None = None,
+        attn_implementation: str | None = None,
+        lora: Mapping[str, Any] | None = None,
+        gradient_checkpointing: bool = False,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        schedule_samples: int | None = None,
+        warmup_samples: int = 0,
+        min_lr_ratio: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = build_causal_lm(config, pretrained, torch_dtype, attn_implementation, lora, gradient_checkpointing)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.betas = (betas[0], betas[1])
+        self.schedule_samples = schedule_samples
+        self.warmup_samples = warmup_samples
+        self.min_lr_ratio = min_lr_ratio
+        self.clock = SampleClock()
+        self.train_loss_epoch = TokenMean()
+        self.val_loss = TokenMean()
+        self.val_token_accuracy = TokenMean()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Logits of shape (samples, length, vocabulary)."""
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits, targets = self._supervised(batch)
+        loss = mean_cross_entropy(logits, targets)
+        self.train_loss_epoch.update(loss.detach() * targets.numel(), targets.numel())
+        self.log("train_loss", loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=len(batch["labels"]))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits, targets = self._supervised(batch)
+        self.val_loss.update(mean_cross_entropy(logits, targets) * targets.numel(), targets.numel())
+        self.val_token_accuracy.update((logits.argmax(-1) == targets).sum(), targets.numel())
+
+    # At the end of the epoch, not in the steps: every rank logs the same keys, also one that had no batch.
+    def on_train_epoch_end(self) -> None:
+        self.log("train_loss_epoch", self.train_loss_epoch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_loss", self.val_loss, prog_bar=True)
+        self.log("val_token_accuracy", self.val_token_accuracy)
+
+    def _supervised(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits (targets, vocabulary) and targets. Only these rows are copied and turned into float32, not the prompts'."""
+        logits = self(batch["input_ids"], batch["attention_mask"])
+        targets = batch["labels"][:, 1:]
+        is_target = targets != IGNORED
+        return logits[:, :-1][is_target], targets[is_target]
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        trainer = self.trainer
+        num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        step = getattr(trainer.strategy, "step_info", None)
+        if step is None:
+            samples, position, accumulate = len(batch["labels"]) * num_replicas, batch_idx, trainer.accumulate_grad_batches
+        else:
+            # a step that was counted on one rank stands for all of them
+            samples = step.global_num_samples * num_replicas // step.world_size
+            position, accumulate = step.step, step.accumulate
+        self.clock.tick(samples, ends_update=trainer.is_last_batch or (position + 1) % accumulate == 0)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self.schedule_samples is not None:
+            factor = cosine_factor(self.clock.samples, self.schedule_samples, self.warmup_samples, self.min_lr_ratio)
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr * factor
+        self.log("lr", optimizer.param_groups[0]["lr"], batch_size=1)
+
+    def configure_optimizers(self) -> Optimizer:
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [parameter for parameter in trainable if parameter.ndim > 1], "weight_decay": self.weight_decay},
+            {"params": [parameter for parameter in trainable if parameter.ndim <= 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW([group for group in groups if group["params"]], lr=self.lr, betas=self.betas)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["sample_clock"] = self.clock.samples_updated
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.clock.restore(checkpoint.get("sample_clock", 0))
+
+
+def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over `targets` (n,) of `logits` (n, vocabulary), in float32; over none a zero that has a graph."""
+    return F.cross_entropy(logits.float(), targets, reduction="sum") / max(targets.numel(), 1)

@@ -1,0 +1,234 @@
+"""The language model: its loss, its metrics and its learning rate by samples."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from odb_lightning.data import PadCollator
+from odb_lightning.models import CausalLM
+from odb_lightning.models.schedule import cosine_factor
+from odb_lightning.models.token_mean import TokenMean
+
+# Lightning's own use of torch's pytree
+pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+}
+collate = PadCollator(pad_id=0)
+
+
+def samples(count: int, masked: int = 2) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    drawn = []
+    for index in range(count):
+        ids = torch.randint(1, 40, (4 + 3 * index % 11,), generator=generator)
+        drawn.append({"input_ids": ids, "labels": torch.cat([torch.full((masked,), -100), ids[masked:]])})
+    return drawn
+
+
+def tiny(**options) -> CausalLM:
+    seed_everything(0, verbose=False)
+    return CausalLM(TINY, **options)
+
+
+def loss_of(module: CausalLM, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    return module.training_step(batch, 0)
+
+
+def trainer(**options) -> Trainer:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    return Trainer(accelerator="cpu", devices=1, num_sanity_val_steps=0, **{**quiet, "max_epochs": 1, **options})
+
+
+class Batches:
+    """An iterable of `data` in batches of `size`: a list would be several loaders for Lightning."""
+
+    def __init__(self, data: list, size: int) -> None:
+        self.batches = [collate(data[start : start + size]) for start in range(0, len(data), size)]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def reference(module: CausalLM, drawn: list) -> tuple[float, int]:
+    """Sum over targets and their number, one sample at a time, without padding, in float64."""
+    total, count = 0.0, 0
+    for sample in drawn:
+        ids, labels = sample["input_ids"], sample["labels"]
+        logits = module.model(input_ids=ids[None]).logits[0].double().log_softmax(-1)
+        for position in range(1, len(ids)):
+            if labels[position] != -100:
+                total -= logits[position - 1, labels[position]].item()
+                count += 1
+    return total, count
+
+
+def test_the_loss_is_the_mean_over_targets_of_samples_taken_alone():
+    module, drawn = tiny(), samples(6)
+    total, count = reference(module, drawn)
+    assert count == sum(len(sample["input_ids"]) - 2 for sample in drawn)
+    assert loss_of(module, collate(drawn)).item() == pytest.approx(total / count, abs=1e-5)
+
+
+def test_grouped_samples_have_the_loss_and_the_gradient_they_have_alone():
+    module, drawn = tiny(), samples(5)
+    loss_of(module, collate(drawn)).backward()
+    grouped = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    count = sum(len(sample["input_ids"]) - 2 for sample in drawn)
+    for sample in drawn:
+        alone = loss_of(module, collate([sample]))
+        assert alone.item() == pytest.approx(reference(module, [sample])[0] / (len(sample["input_ids"]) - 2), abs=1e-5)
+        (alone * (len(sample["input_ids"]) - 2) / count).backward()
+    for together, parameter in zip(grouped, module.parameters(), strict=True):
+        torch.testing.assert_close(together, parameter.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_a_batch_without_targets_gives_a_zero_and_zero_gradients():
+    module = tiny()
+    batch = collate(samples(3))
+    batch["labels"][:, 1:] = -100  # column 0 is no target of a causal model
+    loss = loss_of(module, batch)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in module.parameters())
+
+
+def test_metrics_are_weighted_by_targets_and_begin_anew_each_epoch():
+    drawn, module = samples(7), tiny(lr=0.0)
+    drawn[3]["labels"][:] = -100
+    total, count = reference(module, drawn)
+    seen = []
+    module.on_fit_end = lambda: seen.append(dict(module.trainer.callback_metrics))  # type: ignore[method-assign]
+    trainer(max_epochs=2).fit(module, Batches(drawn, 3), Batches(drawn, 2))
+    (metrics,) = seen
+    assert metrics["val_loss"].item() == pytest.approx(total / count, abs=1e-5)
+    assert metrics["train_loss_epoch"].item() == pytest.approx(total / count, abs=1e-5)
+    assert metrics["val_loss"].dtype == torch.float64
+    hits = [
+        (module(**{k: v for k, v in collate([s]).items() if k != "labels"})[0, :-1].argmax(-1) == s["labels"][1:]).sum().item()
+        for s in drawn
+    ]
+    assert metrics["val_token_accuracy"].item() == pytest.approx(sum(hits) / count)
+
+
+def test_the_learning_rate_ends_at_the_same_value_for_every_batching():
+    ends = []
+    for size in (1, 2, 3, 5):
+        module = tiny(lr=0.1, schedule_samples=22, warmup_samples=4, min_lr_ratio=0.2)
+        fit = trainer(max_epochs=2)
+        fit.fit(module, Batches(samples(11), size), Batches(samples(2), 2))
+        ends.append((module.clock.samples, fit.optimizers[0].param_groups[0]["lr"], fit.callback_metrics["lr"].item()))
+    assert ends == [(22, pytest.approx(0.02), pytest.approx(0.02))] * 4
+
+
+def test_the_learning_rate_is_constant_without_a_schedule():
+    module, fit = tiny(lr=0.1), trainer()
+    fit.fit(module, Batches(samples(5), 2), Batches(samples(2), 2))
+    assert fit.optimizers[0].param_groups[0]["lr"] == 0.1
+
+
+def test_warm_up_then_cosine():
+    factors = [cosine_factor(n, 100, 10, 0.1) for n in (5, 10, 55, 100, 1000)]
+    assert factors == pytest.approx([0.5, 1.0, 0.55, 0.1, 0.1])
+    assert cosine_factor(1, 10, 0, 0.0) < 1.0 and cosine_factor(10, 10, 20, 0.0) == 0.5
+
+
+def test_samples_are_those_of_all_ranks_also_where_the_step_was_counted_on_one():
+    module = tiny()
+    batch = collate(samples(3))
+    stub = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 4}, is_last_batch=False, accumulate_grad_batches=1)
+    module.trainer = stub  # type: ignore[assignment]
+    for step_info, expected in (
+        (SimpleNamespace(global_num_samples=10, world_size=4, step=0, accumulate=1), 10),
+        (SimpleNamespace(global_num_samples=3, world_size=1, step=0, accumulate=1), 12),
+        (None, 12),
+    ):
+        stub.strategy = SimpleNamespace(step_info=step_info)
+        before = module.clock.samples
+        module.on_train_batch_start(batch, 0)
+        assert module.clock.samples - before == expected
+
+
+def test_a_checkpoint_counts_finished_windows_only_and_resuming_goes_on_from_there(tmp_path):
+    module, data = tiny(schedule_samples=100), samples(7)
+    fit = trainer(accumulate_grad_batches=2)
+    saved = []
+
+    def keep(*_: object) -> None:
+        checkpoint: dict[str, int] = {}
+        module.on_save_checkpoint(checkpoint)
+        saved.append(checkpoint["sample_clock"])
+
+    module.on_train_batch_end = keep  # type: ignore[method-assign]
+    fit.fit(module, Batches(data, 2), Batches(data, 4))
+    assert saved == [0, 4, 4, 7]
+    fit.save_checkpoint(tmp_path / "last.ckpt")
+    assert CausalLM.load_from_checkpoint(tmp_path / "last.ckpt").clock.samples == 7
+    again = tiny(schedule_samples=100)
+    trainer(max_epochs=2).fit(again, Batches(data, 2), Batches(data, 4), ckpt_path=tmp_path / "last.ckpt")
+    assert again.clock.samples == 14
+
+
+def test_vectors_are_not_decayed_and_frozen_weights_are_not_optimized():
+    module = tiny(weight_decay=0.3)
+    module.model.model.layers[0].requires_grad_(False)
+    matrices, vectors = module.configure_optimizers().param_groups
+    assert matrices["weight_decay"] == 0.3 and vectors["weight_decay"] == 0.0
+    assert all(p.ndim > 1 for p in matrices["params"]) and all(p.ndim == 1 for p in vectors["params"])
+    assert len(matrices["params"]) + len(vectors["params"]) == sum(p.requires_grad for p in module.parameters())
+
+
+def test_any_architecture_and_pretrained_weights_fit(tmp_path):
+    gpt2 = CausalLM({"model_type": "gpt2", "vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2})
+    assert loss_of(gpt2, collate(samples(3))).isfinite()
+    module = tiny()
+    module.model.save_pretrained(tmp_path)
+    loaded = CausalLM(pretrained=str(tmp_path), attn_implementation="eager", gradient_checkpointing=True)
+    assert loaded.model.training
+    batch = collate(samples(4))
+    torch.testing.assert_close(loss_of(loaded, batch), loss_of(module, batch), atol=1e-5, rtol=0)
+    assert CausalLM(pretrained=str(tmp_path), torch_dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+def test_what_is_wrong_with_the_options_is_said(monkeypatch):
+    with pytest.raises(ValueError, match="leave one out"):
+        CausalLM(TINY, pretrained="x")
+    with pytest.raises(ValueError, match="no model_type"):
+        CausalLM({"hidden_size": 3})
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r"pip install .odb-lightning\[peft\]"):
+        CausalLM(TINY, lora={"r": 2})
+
+
+def test_a_token_mean_counts_past_what_float32_can_and_keeps_a_nan():
+    metric = TokenMean()
+    metric.update(torch.tensor(2.0 * 2**25), 2**25)
+    for _ in range(3):
+        metric.update(torch.tensor(0.0), 1)
+    assert metric.half().count.item() == 2**25 + 3
+    metric.update(torch.tensor(float("nan")), 1)
+    assert metric.compute().isnan()
