@@ -6,9 +6,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
-
 LossScaling = Literal["token", "sample", "none"]
 """What the loss of a batch is a mean over: its supervised tokens, its samples, or neither (leave it as it is)."""
 
@@ -99,8 +96,10 @@ class ODBBatch:
 
     def pin_memory(self) -> ODBBatch:
         """The same with its tensors in pinned memory; torch's `DataLoader` calls it with `pin_memory=True`."""
-        data, stand_in = apply_to_collection((self.data, self.stand_in), Tensor, Tensor.pin_memory)
-        return ODBBatch(data, self.step, stand_in)
+        # Not public, but what that `DataLoader` does with a batch of any type, and nothing else does just the same.
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return ODBBatch(self.data if self.step.is_idle else pin_memory(self.data), self.step, pin_memory(self.stand_in))
 
     def _not_data(self, *_: object) -> NoReturn:
         raise TypeError(

@@ -9,6 +9,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     default_convert,
@@ -21,6 +22,8 @@ def loader_from(existing: DataLoader[Any], l_max: int, deal_sampler: bool = Fals
     """See `ODBDataLoader.from_dataloader`."""
     if not isinstance(existing, DataLoader):
         raise TypeError(f"existing has to be a torch DataLoader, got {type(existing).__name__}")
+    if isinstance(existing.dataset, IterableDataset):
+        raise TypeError("the loader's data set is iterable; an ODBDataLoader needs a map-style one (__getitem__ and __len__)")
     if type(existing.batch_sampler) not in (BatchSampler, type(None)):
         raise ValueError(
             f"the loader's batch_sampler is a {type(existing.batch_sampler).__name__}, which decides itself what a batch is; "
@@ -34,7 +37,9 @@ def loader_from(existing: DataLoader[Any], l_max: int, deal_sampler: bool = Fals
     }
     if existing.batch_size is not None or existing.collate_fn is not default_convert:
         inherited["collate_fn"] = existing.collate_fn
-    inherited |= _sampler_options(existing.sampler, deal_sampler)
+    # A loader that was given a batch_sampler reports another sampler than the one in use.
+    sampler = existing.sampler if existing.batch_sampler is None else getattr(existing.batch_sampler, "sampler")  # noqa: B009
+    inherited |= _sampler_options(sampler, len(existing.dataset), deal_sampler)  # type: ignore[arg-type]
     if existing.batch_size not in (None, 1):
         warnings.warn(
             f"batch_size={existing.batch_size} of the loader is dropped: l_max={l_max} decides the size of batches",
@@ -52,13 +57,13 @@ def loader_from(existing: DataLoader[Any], l_max: int, deal_sampler: bool = Fals
     return ODBDataLoader(existing.dataset, l_max=l_max, **(inherited | options))
 
 
-def _sampler_options(sampler: Any, deal_sampler: bool) -> dict[str, Any]:
-    """The default sampler with the same meaning, or the user's own dealt out to the ranks."""
-    if type(sampler) is SequentialSampler:
+def _sampler_options(sampler: Any, num_samples: int, deal_sampler: bool) -> dict[str, Any]:
+    """The default sampler with the same meaning, where it is one over the whole data set; or the user's own, dealt out."""
+    if type(sampler) is SequentialSampler and len(sampler) == num_samples:
         return {"shuffle": False}
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source) == num_samples:
         return {"shuffle": True}
-    if type(sampler) is DistributedSampler:
+    if type(sampler) is DistributedSampler and len(sampler.dataset) == num_samples:
         return {"shuffle": sampler.shuffle, "seed": sampler.seed}
     if deal_sampler:
         return {"sampler": sampler, "deal_sampler": True}

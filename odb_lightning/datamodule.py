@@ -55,6 +55,20 @@ class ODBDataModule(_NeedsODBStrategy):
         self.train_loader: ODBDataLoader | None = None
         self.val_loader: ODBDataLoader | None = None
 
+    @property
+    def val_dataset(self) -> Any:
+        """None for no validation."""
+        return self._val_dataset
+
+    @val_dataset.setter
+    def val_dataset(self, dataset: Any) -> None:
+        self._val_dataset = dataset
+        # Lightning validates as soon as there is a method of this name that is not its own.
+        if dataset is None:
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
+        else:
+            self.__dict__.pop("val_dataloader", None)
+
     def train_dataloader(self) -> Any:
         if self.train_dataset is None:
             return super().train_dataloader()
@@ -62,9 +76,9 @@ class ODBDataModule(_NeedsODBStrategy):
         return self.train_loader
 
     def val_dataloader(self) -> Any:
-        if self.val_dataset is None:
-            return super().val_dataloader()
-        options = {name: value for name, value in self.loader_options.items() if name not in ("sampler", "accumulate")}
+        options = {
+            name: value for name, value in self.loader_options.items() if name not in ("sampler", "deal_sampler", "accumulate")
+        }
         self.val_loader = ODBDataLoader(self.val_dataset, l_max=self.val_l_max, **(options | {"shuffle": False}))
         return self.val_loader
 
@@ -91,10 +105,16 @@ class ODBDataModule(_NeedsODBStrategy):
         def val_dataloader(self: Any) -> Any:
             return _converted(original.val_dataloader(self), l_max, options)
 
-        methods = {"train_dataloader": train_dataloader, "val_dataloader": val_dataloader, "__module__": original.__module__}
+        replaced = {method.__name__: method for method in (train_dataloader, val_dataloader) if _has(existing, method.__name__)}
+        methods = {"__module__": original.__module__} | replaced
         converted = copy.copy(existing)
         converted.__class__ = type(f"ODB{original.__name__}", (_NeedsODBStrategy, original), methods)
         return converted
+
+
+def _has(module: LightningDataModule, name: str) -> bool:
+    """Whether the user's class has a method of its own."""
+    return getattr(type(module), name) is not getattr(LightningDataModule, name)
 
 
 def _converted(loaders: Any, l_max: int, options: dict[str, Any]) -> Any:

@@ -75,7 +75,9 @@ class FixedBatchLoader:
     ) -> None:
         ranked = dist.is_available() and dist.is_initialized()
         self.world_size, self.rank = (dist.get_world_size(), dist.get_rank()) if ranked else (1, 0)
-        self._sampler = DistributedSampler(dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffle, seed=seed)
+        self._sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffle, seed=seed
+        )
         self.stats = LoaderStats()
         self._short = l_max / 4 if l_max else 0
         self._loader: DataLoader[Any] = DataLoader(

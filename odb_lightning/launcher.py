@@ -178,7 +178,7 @@ class ODBLauncher(Launcher):
 
 
 def _job_return(job: SweepJob, job_config: DictConfig) -> JobReturn:
-    config = OmegaConf.masked_copy(job_config, [key for key in job_config if key != "hydra"])
+    config = OmegaConf.masked_copy(job_config, [str(key) for key in job_config if key != "hydra"])
     result = JobReturn(overrides=job.overrides, cfg=config, working_dir=str(job.directory), task_name=config.get("task_name"))
     if job.succeeded:
         metric = config.get("optimized_metric")

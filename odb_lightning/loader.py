@@ -84,9 +84,9 @@ class ODBDataLoader:
         world_size: int | None = None,
         store: Any = None,
     ) -> None:
-        check_at_least_one(
-            l_max=l_max, buffer_size=buffer_size, max_rows=max_rows, accumulate=accumulate, prefetch_factor=prefetch_factor
-        )
+        check_at_least_one(l_max=l_max, buffer_size=buffer_size)
+        optional = {"max_rows": max_rows, "accumulate": accumulate, "prefetch_factor": prefetch_factor}
+        check_at_least_one(**{name: value for name, value in optional.items() if value is not None})
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ValueError(f"num_workers must be 0 or more, got {num_workers!r}")
         check_choice("mode", mode, ("join",))

@@ -39,9 +39,9 @@ def start_method_of(context: Any) -> str | None:
 
 
 def check_at_least_one(**values: int | None) -> None:
-    """Raises ValueError for an option that is no whole number of at least 1, or None."""
+    """Raises ValueError for an option that is no whole number of at least 1."""
     for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 

@@ -186,7 +186,6 @@ def test_torch_can_pin_a_batch(data: Any) -> None:
     assert pinned.stand_in == {"input_ids": [2]}
 
 
-@pytest.mark.xfail(reason="the data are rebuilt, not copied", strict=True)
 def test_pinning_keeps_the_type_and_the_attributes_of_the_data() -> None:
     data = DictWithMeta(input_ids=[1])
     data.meta = "kept"
@@ -194,7 +193,6 @@ def test_pinning_keeps_the_type_and_the_attributes_of_the_data() -> None:
     assert (type(pinned), pinned, pinned.meta) == (DictWithMeta, {"input_ids": [1]}, "kept")
 
 
-@pytest.mark.xfail(reason="only tensors are pinned", strict=True)
 def test_data_that_can_pin_itself_is_asked_to() -> None:
     assert pin_memory(ODBBatch(PinsItself(), STEP)).data.is_pinned
     assert pin_memory(ODBBatch({"graph": PinsItself()}, STEP)).data["graph"].is_pinned

@@ -8,12 +8,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from helpers import run_command
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from odb_lightning.launcher import SweepJob, clean_environment, job_command, quoted
 from odb_lightning.sweep_table import changed_overrides, sweep_table
+from tests.helpers import run_command
 
 SCRIPT = """
     import json, os, sys

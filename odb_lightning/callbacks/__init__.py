@@ -1,0 +1,7 @@
+"""Callbacks of `odb-train`; each works in any Trainer with an ODB strategy."""
+
+from odb_lightning.callbacks.audit_log import AuditLog
+from odb_lightning.callbacks.progress import Progress
+from odb_lightning.callbacks.summary import RunSummary
+
+__all__ = ["AuditLog", "Progress", "RunSummary"]
