@@ -63,7 +63,7 @@ def _sampler_options(sampler: Any, num_samples: int, deal_sampler: bool) -> dict
         return {"shuffle": False}
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source) == num_samples:
         return {"shuffle": True}
-    if type(sampler) is DistributedSampler and len(sampler.dataset) == num_samples:
+    if type(sampler) is DistributedSampler and len(sampler.dataset) == num_samples:  # type: ignore[arg-type]
         return {"shuffle": sampler.shuffle, "seed": sampler.seed}
     if deal_sampler:
         return {"sampler": sampler, "deal_sampler": True}
