@@ -107,6 +107,11 @@ class ODBStrategyMixin(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         info = self.step_info
+        if info is not None and self.loss_scaling != "none" and info.accumulate != self._trainer.accumulate_grad_batches:
+            raise RuntimeError(
+                f"accumulate_grad_batches became {self._trainer.accumulate_grad_batches} while the loader plans windows of "
+                f"{info.accumulate} steps: a GradientAccumulationScheduler can't be used with online dynamic batches"
+            )
         with self._in_step(info):
             if info is None or not info.is_idle:
                 return super().training_step(*args, **kwargs)

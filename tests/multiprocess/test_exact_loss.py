@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.ranks import run_ranks
-from tests.multiprocess.training_cases import CASES, WRONG
+from tests.multiprocess.training_cases import CASES, WRONG, make_network
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
 ROUNDING = 2e-6  # float32 parameters against a float64 reference, a few updates
@@ -69,6 +69,16 @@ def test_the_cases_hold_what_they_are_named_for(fits: Any) -> None:
     assert len([step for step in short["steps"] if step[0] == 0]) % 4 != 0
     assert all(results["a rank that never had a sample"][0]["idle"])
     assert results["k=3"][0]["zero_stage"] == (None if strategy == "ddp" else int(strategy[-1]))
+
+
+def test_zero_really_divides_the_optimizer_state(fits: Any) -> None:
+    strategy, results = fits
+    num_parameters = sum(parameter.numel() for parameter in make_network().parameters())
+    held = [rank["optimizer_state"] for rank in results["k=3"]]
+    if strategy == "ddp":
+        assert held == [num_parameters, num_parameters]
+    else:
+        assert all(size < 0.6 * num_parameters for size in held) and sum(held) >= num_parameters
 
 
 def test_the_module_sees_what_collate_fn_returned(fits: Any) -> None:

@@ -180,8 +180,15 @@ def fit(
         "global_step": trainer.global_step,
         "batch_keys": sorted(model.batch_keys),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "optimizer_state": _state_size(trainer.optimizers[0]),
         "zero_stage": trainer.strategy.deepspeed_engine.zero_optimization_stage() if strategy != "ddp" else None,
     }
+
+
+def _state_size(optimizer: Any) -> int:
+    """Elements of the optimizer's state on this rank."""
+    inner = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed's wraps the user's
+    return sum(value.numel() for state in inner.state.values() for value in state.values() if isinstance(value, Tensor))
 
 
 def _flat(network: nn.Module) -> Tensor:
