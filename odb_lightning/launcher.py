@@ -31,6 +31,7 @@ from odb_lightning.config_checks import ConfigError, validate_config
 from odb_lightning.sweep_table import print_sweep_table
 
 _INTERRUPT_SECONDS = 20.0
+_INTERRUPTED_STATUS = 130  # what shells give a command that Ctrl-C ended
 _STRAGGLER_SECONDS = 5.0
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHER_PREFIXES = ("PL_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -139,13 +140,16 @@ class ODBLauncher(Launcher):
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         planned = [self._plan(list(overrides), initial_job_idx + i) for i, overrides in enumerate(job_overrides)]
+        self.jobs += [job for job, _ in planned]
         returns = []
         try:
             for job, job_config in planned:
-                self.jobs.append(job)
                 print(f"sweep job {job.number}: {' '.join(job.overrides)}\n  in {job.directory}", flush=True)
                 job.exit_status = self._run(job)
                 returns.append(_job_return(job, job_config))
+        except KeyboardInterrupt:
+            print("sweep interrupted", file=sys.stderr)
+            raise SystemExit(_INTERRUPTED_STATUS) from None
         finally:
             print_sweep_table(self.jobs)
         return returns

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from odb_lightning.batch import IDLE_DATA, ODBBatch
@@ -102,6 +103,8 @@ class ODBDataLoader:
             raise ValueError("deal_sampler=True needs a sampler; the default one is dealt out anyway")
         if num_workers == 0 and prefetch_factor is not None:
             warnings.warn("prefetch_factor is ignored with num_workers=0", stacklevel=2)
+        if pin_memory and not torch.cuda.is_available():
+            warnings.warn("pin_memory=True is ignored: there is no GPU to pin memory for", stacklevel=2)
         chunk_size = max(min(_MAX_CHUNK_SIZE, buffer_size // (2 * max(num_workers, 1))), 1)
         if num_workers > 0 and prefetch_factor is None:
             prefetch_factor = max(math.ceil(buffer_size / (chunk_size * num_workers)), 2)

@@ -25,7 +25,7 @@ SUMMARY_FILE = "summary.json"
 _RANK_END_SECONDS = 60.0
 _TABLE = (
     ("validation loss", "val_loss", "{:.4f}"),
-    ("  untrained", "val_loss_before", "{:.4f}"),
+    ("  before training", "val_loss_before", "{:.4f}"),
     ("training loss, last epoch", "train_loss", "{:.4f}"),
     ("epochs / steps / updates", ("epochs", "steps", "updates"), "{} / {} / {}"),
     ("idle steps, all ranks", "idle_steps", "{}"),

@@ -38,11 +38,16 @@ def sweep_table(jobs: Sequence[SweepJob]) -> Table:
         table.add_column(heading, overflow="fold")
     for job, overrides in zip(jobs, changed_overrides(jobs), strict=True):
         summary = job.summary
-        status = str(summary.get("status", "ok" if job.succeeded else "failed"))
-        if not job.succeeded and status == "ok":
-            status = "failed"
-        table.add_row(str(job.number), overrides, status, *(_cell(summary.get(key), form) for _, key, form in _COLUMNS))
+        table.add_row(
+            str(job.number), overrides, job_status(job), *(_cell(summary.get(key), form) for _, key, form in _COLUMNS)
+        )
     return table
+
+
+def job_status(job: SweepJob) -> str:
+    """What its summary says, unless the job ended otherwise after it was written."""
+    status = str(job.summary.get("status", "not run" if job.exit_status is None else "failed"))
+    return "failed" if status == "ok" and not job.succeeded else status
 
 
 def print_sweep_table(jobs: Sequence[SweepJob]) -> None:

@@ -61,7 +61,7 @@ class Progress(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_line()
         if trainer.is_global_zero:
-            self._write("validating ..." if not trainer.sanity_checking else "validating the untrained model ...")
+            self._write("validating ..." if not trainer.sanity_checking else "validating before the first step ...")
             self._end_line()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

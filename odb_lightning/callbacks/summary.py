@@ -34,6 +34,7 @@ class RunSummary(Callback):
         self._seconds = array("d")
         self._audit: IdentityAudit | None = None
         self._dropped_ids_seen = self._expected_before = 0
+        self._updates_before = 0
         self._facts: dict[str, Any] = {}
         self._loss_sum: torch.Tensor | float = 0.0
         self._clock_since: float | None = None
@@ -68,6 +69,7 @@ class RunSummary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = getattr(trainer.strategy, "deepspeed_engine", None)
         parameters = [p for p in pl_module.parameters() if p.requires_grad]
+        self._updates_before = trainer.global_step
         self._facts = {
             "world_size": trainer.world_size,
             "zero_stage": engine.zero_optimization_stage() if engine is not None else None,
@@ -162,7 +164,7 @@ class RunSummary(Callback):
             **self._facts,
             "l_max": self.l_max,
             "epochs": audit.epochs if audit is not None else 0,
-            "updates": trainer.global_step,
+            "updates": trainer.global_step - self._updates_before,
             **figures,
             "identities_missing": audit.missing if audited and audit is not None else None,
             "identities_repeated": audit.repeated if audited and audit is not None else None,

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import multiprocessing
 import os
+import reprlib
 import time
 import weakref
 from multiprocessing.connection import wait
@@ -134,5 +135,5 @@ def _name_unpicklable(settings: LoaderSettings) -> str | None:
         try:
             ForkingPickler.dumps(value)
         except Exception:
-            return f"{item.name}={value!r}"
+            return f"{item.name}={reprlib.repr(value)}"
     return None

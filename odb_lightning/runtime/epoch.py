@@ -212,7 +212,13 @@ class EpochRun:
                 self._stand_in.send_once(self._sender)
             for text in self._counter.take_warnings():
                 self._sender.send("warning", text)
-            self._sender.send("batch", (info, self._take_stats()), step.data)
+            try:
+                self._sender.send("batch", (info, self._take_stats()), step.data)
+            except (EOFError, ConnectionError, TimeoutError):
+                raise
+            except Exception as error:
+                where = f"sending what collate_fn made of samples {list(step.sample_ids)!r}"
+                raise RaisedFailure(Failure.of(error, where, step.sample_ids)) from error
             self._num_emitted += 1
 
     def _take_stats(self) -> LoaderStats:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from odb_lightning.runtime.codec import PackedSamples, pack_samples, unpack_samples
 from odb_lightning.runtime.errors import Failure, RaisedFailure
-from odb_lightning.runtime.guard import GuardedWorkerInit
+from odb_lightning.runtime.guard import GuardedWorkerInit, TimeLimit
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
 from odb_lightning.runtime.settings import LoaderSettings
 
@@ -106,13 +106,17 @@ class Fetcher:
 
     def __init__(self, settings: LoaderSettings) -> None:
         self._chunks = _Chunks(settings.chunk_size)
+        # Not the DataLoader's own timeout: with one, it looks for dead workers only after it, unless they are children of its.
+        self._limit = TimeLimit(
+            settings.timeouts.worker,
+            f"the workers brought no samples within Timeouts(worker={settings.timeouts.worker:.0f}) seconds",
+        )
         options: dict[str, Any] = {}
         if settings.num_workers > 0:
             options = {
                 "prefetch_factor": settings.prefetch_factor,
                 "persistent_workers": settings.persistent_workers,
                 "worker_init_fn": GuardedWorkerInit(settings.worker_init_fn),
-                "timeout": settings.timeouts.worker,
                 "multiprocessing_context": settings.start_method,
             }
         self._loader: DataLoader[_Chunk] = DataLoader(
@@ -134,9 +138,12 @@ class Fetcher:
         chunks = iter(self._loader)
         return self._samples(chunks)
 
-    @staticmethod
-    def _samples(chunks: Iterator[_Chunk]) -> Iterator[Observed]:
-        for chunk in chunks:
+    def _samples(self, chunks: Iterator[_Chunk]) -> Iterator[Observed]:
+        while True:
+            with self._limit:
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
             yield from map(Observed, chunk.sample_ids, chunk.lengths, unpack_samples(chunk.samples))
             if chunk.failure is not None:
                 raise RaisedFailure(chunk.failure)

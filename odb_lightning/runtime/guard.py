@@ -6,21 +6,26 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 _PARENT_POLL_SECONDS = 0.5
 _ORDERLY_END_SECONDS = 10.0
+_SIGNAL_AGAIN_SECONDS = 0.05
 
 
 def _end() -> None:
     """Ends this process, its own children first: in order if its main thread can be interrupted, so that clean-up handlers run,
     and at once if that thread does not react (it may wait for peers)."""
-    main = threading.main_thread()
-    if main.ident is not None and signal.getsignal(signal.SIGTERM) is _exit_in_order:
-        signal.pthread_kill(main.ident, signal.SIGTERM)
-        main.join(_ORDERLY_END_SECONDS)
+    main, deadline = threading.main_thread(), time.monotonic() + _ORDERLY_END_SECONDS
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        while main.is_alive() and time.monotonic() < deadline:
+            # Until it was handled: a signal that comes just before a blocking call does not interrupt that call.
+            if main.ident is not None and signal.getsignal(signal.SIGTERM) is _exit_in_order:
+                signal.pthread_kill(main.ident, signal.SIGTERM)
+            main.join(_SIGNAL_AGAIN_SECONDS)
     children = multiprocessing.active_children()
     for child in children:
         child.kill()
@@ -72,3 +77,21 @@ class GuardedWorkerInit:
         end_with_parent()
         if self.user_init is not None:
             self.user_init(worker_id)
+
+
+class TimeLimit:
+    """A context that may be entered again and again; raises TimeoutError in the main thread if one takes too long."""
+
+    def __init__(self, seconds: float, message: str) -> None:
+        self.seconds = seconds
+        self.message = message
+
+    def _expired(self, *_: object) -> NoReturn:
+        raise TimeoutError(self.message)
+
+    def __enter__(self) -> None:
+        signal.signal(signal.SIGALRM, self._expired)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -119,7 +119,7 @@ class BatchReceiver:
     def __init__(self, connection: Connection, memory: SharedMemory, pin_memory: bool) -> None:
         self._connection = connection
         self._memory = memory
-        self._pin_memory = pin_memory
+        self._pin_memory = pin_memory and torch.cuda.is_available()
 
     def receive(self) -> tuple[str, Any, Any]:
         """The next message (kind, facts, payload), copied out of the shared memory, whose space is given back."""
