@@ -1,5 +1,6 @@
 """Online Dynamic Batching for Lightning: batches by token budget, formed from the lengths that samples turn out to have."""
 
+import importlib
 import multiprocessing
 import os
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,10 @@ else:
 
     def __getattr__(name: str) -> Any:
         # A loader's own processes, started by spawn or forkserver, are ready seconds earlier without Lightning.
-        from odb_lightning import datamodule, strategies
-
         if name not in __all__:
-            raise AttributeError(name)
-        return getattr(datamodule if hasattr(datamodule, name) else strategies, name)
+            raise AttributeError(f"module 'odb_lightning' has no attribute {name!r}")
+        module = "odb_lightning.datamodule" if name == "ODBDataModule" else "odb_lightning.strategies"
+        return getattr(importlib.import_module(module), name)
 
 
 __all__ = [

@@ -46,7 +46,8 @@ class FixedBatchDataModule(LightningDataModule):
         }
 
     def train_dataloader(self) -> FixedBatchLoader:
-        self.train_loader = FixedBatchLoader(self.train_dataset, shuffle=True, **self._options)
+        accumulate = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
+        self.train_loader = FixedBatchLoader(self.train_dataset, shuffle=True, accumulate=accumulate, **self._options)
         if self.trainer is not None:
             self.train_loader.set_epoch(self.trainer.current_epoch)
         return self.train_loader
@@ -71,6 +72,7 @@ class FixedBatchLoader:
         shuffle: bool,
         seed: int = 0,
         l_max: int | None = None,
+        accumulate: int = 1,
         **loader_options: Any,
     ) -> None:
         ranked = dist.is_available() and dist.is_initialized()
@@ -79,6 +81,7 @@ class FixedBatchLoader:
             dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffle, seed=seed
         )
         self.stats = LoaderStats()
+        self._accumulate = accumulate
         self._short = l_max / 4 if l_max else 0
         self._loader: DataLoader[Any] = DataLoader(
             _Numbered(dataset),
@@ -130,7 +133,9 @@ class FixedBatchLoader:
             global_num_tokens_supervised=num_supervised,
             window_num_tokens_supervised=num_supervised,
             window_num_samples=len(lengths),
+            num_active_ranks=self.world_size,
             world_size=self.world_size,
+            accumulate=self._accumulate,
         )
 
 

@@ -116,7 +116,8 @@ class ODBDataLoader:
         self.shuffle = shuffle
         self.seed = seed
         self.pin_memory = pin_memory
-        self.stats = LoaderStats()
+        self._past_stats, self._pass_stats = LoaderStats(), LoaderStats()
+        self._unfinished_epoch: int | None = None
         self.rank, self.world_size = rank, world_size
         self._store = store
         self._attached: _Attachment | None = None
@@ -160,6 +161,14 @@ class ODBDataLoader:
         from odb_lightning.conversion import loader_from
 
         return loader_from(existing, l_max, deal_sampler, **options)
+
+    @property
+    def stats(self) -> LoaderStats:
+        """Counts so far. A pass that was begun again before its end counts once."""
+        total = LoaderStats()
+        total.add(self._past_stats)
+        total.add(self._pass_stats)
+        return total
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next `iter()` runs; its order depends on (seed, epoch)."""
@@ -216,6 +225,9 @@ class ODBDataLoader:
 
     def _begin_epoch(self) -> CollateProcess:
         """Starts the processes, unless they are kept from the epoch before, on the epoch at hand."""
+        if self._unfinished_epoch != self._epoch:
+            self._past_stats.add(self._pass_stats)
+        self._pass_stats, self._unfinished_epoch = LoaderStats(), self._epoch
         known = self._attached or _Attachment(*data_parallel_position(self.rank, self.world_size), self.accumulate or 1, None)
         rank, world_size = known.rank, known.world_size
         request = EpochRequest(
@@ -272,7 +284,7 @@ class _Iteration(Iterator[ODBBatch]):
             self.close()
             raise
         finally:
-            loader.stats.wait_seconds += time.perf_counter() - begin
+            loader._pass_stats.wait_seconds += time.perf_counter() - begin
         if batch is None:
             self._finish(loader)
             raise StopIteration
@@ -285,20 +297,20 @@ class _Iteration(Iterator[ODBBatch]):
             kind, facts, payload = process.receive()
             if kind == "batch":
                 info, stats = facts
-                loader.stats.add(stats)
+                loader._pass_stats.add(stats)
                 if info.is_idle:
                     return ODBBatch(IDLE_DATA, info, process.stand_in())
                 return ODBBatch(payload, info)
             if kind == "warning":
                 warnings.warn(facts, stacklevel=3)
             elif kind == "end":
-                loader.stats.add(facts)
+                loader._pass_stats.add(facts)
                 return None
             else:
                 raise ODBLoaderError(facts)
 
     def _finish(self, loader: ODBDataLoader) -> None:
-        loader._has_begun = True
+        loader._has_begun, loader._unfinished_epoch = True, None
         self._loader, loader._iteration = None, None
         if not loader._keeps_process:
             loader.close()

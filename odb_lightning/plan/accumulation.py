@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
-class SummedStep(NamedTuple, Generic[T]):
+@dataclass(frozen=True)
+class SummedStep(Generic[T]):
     """A step with its sums over all ranks, and those of its accumulation window."""
 
     item: T

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +41,8 @@ class ODBStrategyMixin(Strategy):
         """What is known of the batch in training, from its transfer to the device to the end of `on_train_batch_end`."""
         self.val_step_info: StepInfo | None = None
         """The same for the batch in evaluation; None for a loader that is not ours."""
-        self._odb_loaders: list[ODBDataLoader] = []
+        # Weakly: a loader that Lightning has replaced goes, and its processes with it.
+        self._odb_loaders: weakref.WeakSet[ODBDataLoader] = weakref.WeakSet()
         self._borrowed = BorrowedBuffers()
         self._step_in_progress: StepInfo | None = None
 
@@ -59,8 +61,7 @@ class ODBStrategyMixin(Strategy):
                 accumulate=trainer.accumulate_grad_batches if is_training else 1,
                 max_steps=limit if is_training and isinstance(limit, int) else None,
             )
-            if loader not in self._odb_loaders:
-                self._odb_loaders.append(loader)
+            self._odb_loaders.add(loader)
         elif is_training and self.loss_scaling != "none":
             raise ValueError(
                 f"{type(self).__name__} scales the loss by counts that only an ODBDataLoader brings, but the training loader "
@@ -83,41 +84,47 @@ class ODBStrategyMixin(Strategy):
         """Moves the batch, and makes what is known of it the current info: once per batch, before any hook on it."""
         trainer = self._trainer
         if trainer.training:
-            loader = trainer.train_dataloader
-            if isinstance(loader, UnwrappingLoader) and loader.infos:
-                self.step_info = loader.infos.popleft()
+            loaders = _as_list(trainer.train_dataloader)
+            if len(loaders) == 1 and isinstance(loaders[0], UnwrappingLoader) and loaders[0].infos:
+                self.step_info = loaders[0].infos.popleft()
         else:
-            loader = self._evaluation_loader(dataloader_idx)
+            loader = _as_list(self._evaluation_loaders())[dataloader_idx]
             self.val_step_info = loader.infos.popleft() if isinstance(loader, UnwrappingLoader) and loader.infos else None
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _evaluation_loader(self, dataloader_idx: int) -> Any:
+    def _evaluation_loaders(self) -> Any:
         trainer = self._trainer
         if trainer.testing:
-            loaders = trainer.test_dataloaders
-        elif trainer.predicting:
-            loaders = trainer.predict_dataloaders
-        else:
-            loaders = trainer.val_dataloaders
-        if isinstance(loaders, dict):
-            loaders = list(loaders.values())
-        return loaders[dataloader_idx] if isinstance(loaders, (list, tuple)) else loaders
+            return trainer.test_dataloaders
+        if trainer.predicting:
+            return trainer.predict_dataloaders
+        return trainer.val_dataloaders
 
     # --- steps ---
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         info = self.step_info
-        if info is not None and self.loss_scaling != "none" and info.accumulate != self._trainer.accumulate_grad_batches:
-            raise RuntimeError(
-                f"accumulate_grad_batches became {self._trainer.accumulate_grad_batches} while the loader plans windows of "
-                f"{info.accumulate} steps: a GradientAccumulationScheduler can't be used with online dynamic batches"
-            )
+        if self.loss_scaling != "none":
+            self._check_known(info)
         with self._in_step(info):
             if info is None or not info.is_idle:
                 return super().training_step(*args, **kwargs)
             self._borrowed.take(self._module)  # until after the backward, which may run parts of the forward again
             with without_a_trace(self._trainer, self._module):
                 return super().training_step(*args, **kwargs)
+
+    def _check_known(self, info: StepInfo | None) -> None:
+        """Raises RuntimeError for a step whose loss would silently be scaled wrongly."""
+        if info is None:
+            raise RuntimeError(
+                "nothing is known of this training batch, so its loss can't be scaled: give the trainer one ODBDataLoader for "
+                "training, not several, and take the batch, not a dataloader_iter, in training_step"
+            )
+        if info.accumulate != self._trainer.accumulate_grad_batches:
+            raise RuntimeError(
+                f"accumulate_grad_batches became {self._trainer.accumulate_grad_batches} while the loader plans windows of "
+                f"{info.accumulate} steps: a GradientAccumulationScheduler can't be used with online dynamic batches"
+            )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluation_step(super().validation_step, *args, **kwargs)
@@ -204,7 +211,7 @@ class ODBStrategyMixin(Strategy):
 
     def _close_loaders(self) -> None:
         self._borrowed.give_back()
-        for loader in self._odb_loaders:
+        for loader in list(self._odb_loaders):
             loader.close()
 
     @property
@@ -216,6 +223,13 @@ class ODBStrategyMixin(Strategy):
         module = self.lightning_module
         assert module is not None
         return module
+
+
+def _as_list(loaders: Any) -> list[Any]:
+    """The loaders in a trainer's collection of them."""
+    if isinstance(loaders, Mapping):
+        return list(loaders.values())
+    return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
 
 
 def _neutral_value(operation: Any, tensor: Tensor) -> float:
