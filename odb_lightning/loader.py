@@ -201,9 +201,7 @@ class ODBDataLoader:
     def close(self) -> None:
         """Ends an iteration under way, and the loader's processes. The loader can be iterated again."""
         self._end_iteration()
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        self._end_process()
 
     def __enter__(self) -> ODBDataLoader:
         return self
@@ -223,6 +221,11 @@ class ODBDataLoader:
         if iteration is not None:
             iteration.close()
 
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
     def _begin_epoch(self) -> CollateProcess:
         """Starts the processes, unless they are kept from the epoch before, on the epoch at hand."""
         if self._unfinished_epoch != self._epoch:
@@ -237,10 +240,17 @@ class ODBDataLoader:
             max_steps=known.max_steps,
             store=store_address(self._store, rank, world_size),
         )
+        if self._process is not None and not self._process.is_alive:
+            warnings.warn("the loader's processes have ended since the last epoch; they are started again", stacklevel=4)
+            self._end_process()
         if self._process is None:
             settings = LoaderSettings(rank=rank, world_size=world_size, **self._options)
             self._process = CollateProcess(settings, self.pin_memory)
-        self._process.begin(request)
+        try:
+            self._process.begin(request)
+        except ODBLoaderError:
+            self._end_process()
+            raise
         return self._process
 
     def _views(self, rank: int, world_size: int) -> Any:

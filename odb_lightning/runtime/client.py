@@ -72,7 +72,14 @@ class CollateProcess:
 
     def begin(self, request: EpochRequest) -> None:
         """Asks for an epoch. Only after the messages of the one before were taken, up to "end"."""
-        self._requests.send(request)
+        try:
+            self._requests.send(request)
+        except OSError as error:
+            raise self._ended() from error
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._process.is_alive())
 
     def receive(self) -> tuple[str, Any, Any]:
         """The next message. Raises ODBLoaderError if the process has ended, or none comes within `Timeouts.batch`."""

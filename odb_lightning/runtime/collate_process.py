@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 from multiprocessing.connection import Connection
 
 import torch
@@ -35,6 +36,7 @@ def collate_main(
     process = _CollateProcess(settings, BatchSender(batches, memory, MAX_READY_BATCHES, settings.timeouts.batch))
     with contextlib.suppress(SystemExit):  # how a stop reaches the main thread
         _serve_epochs(process, requests)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
     process.close()
 
 
@@ -43,7 +45,7 @@ def _serve_epochs(process: _CollateProcess, requests: Connection) -> None:
     while is_wanted:
         try:
             request = requests.recv()
-        except EOFError:
+        except (EOFError, RuntimeError):  # RuntimeError: torch's word of a worker that died; the next epoch starts anew
             return
         is_wanted = process.serve(request)
 

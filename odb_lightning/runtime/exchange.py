@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -129,23 +129,27 @@ class GlooExchange:
         self._wait(lambda: self._group.broadcast([data], options))
         return data.numpy().tobytes()
 
-    def _wait(self, start: Any) -> None:
-        # Looked at in small pauses, not waited for in C++, so that a stop can interrupt it.
+    def _wait(self, start: Callable[[], Any]) -> None:
         begin, pause = time.perf_counter(), _SHORTEST_PAUSE_SECONDS
         try:
-            work = start()
+            work = self._or_peer_failure(start)
+            # Looked at in small pauses, not waited for in C++, so that a stop can interrupt it. What a signal handler raises
+            # here (torch's, for a dead worker) is this rank's own failure.
             while not work.is_completed():
                 if time.perf_counter() - begin > self._timeout:
-                    raise self.peer_failure(
-                        f"that did not reach the next exchange within Timeouts(exchange={self._timeout:.0f}) seconds"
-                    )
+                    limit = f"Timeouts(exchange={self._timeout:.0f}) seconds"
+                    raise self.peer_failure(f"that did not reach the next exchange within {limit}")
                 time.sleep(pause)
                 pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
-            work.wait()
-        except RuntimeError as error:
-            raise self.peer_failure(f"that closed its connection ({str(error).splitlines()[0]})") from error
+            self._or_peer_failure(work.wait)
         finally:
             self.seconds += time.perf_counter() - begin
+
+    def _or_peer_failure(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self.peer_failure(f"that closed its connection ({str(error).splitlines()[0]})") from error
 
     def publish(self, failure: Failure) -> None:
         self._store.set(f"failure/{self.rank}", failure.describe(self.rank))

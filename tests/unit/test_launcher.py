@@ -58,7 +58,7 @@ def summaries(folder: Path) -> list[dict[str, object]]:
 def test_each_job_is_a_fresh_process_and_a_failed_one_does_not_touch_the_next(script: Path) -> None:
     environment = {"PL_GLOBAL_SEED": "3", "LOCAL_RANK": "1", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
     command = [sys.executable, str(script), "-m", "x=1,2,3", "text='a=b c'", "fail=1"]
-    result = run_command(command, cwd=script.parent, seconds=100, environment=environment)
+    result = run_command(command, cwd=script.parent, seconds=200, environment=environment)
     second, third = summaries(script.parent / "sweep")
     assert (second["x"], third["x"]) == (2, 3)
     assert second["text"] == third["text"] == "a=b c"
@@ -108,13 +108,14 @@ def test_the_command_of_a_job_keeps_the_user_s_options_and_none_of_the_sweep_s()
 
 
 def test_the_table_shows_what_differs_between_jobs_and_how_each_ended(tmp_path: Path) -> None:
-    jobs = [SweepJob(number, ["a=1", f"x={number}"], tmp_path / str(number), exit_status=number) for number in (0, 1)]
+    ends = (0, 1, None)
+    jobs = [SweepJob(number, ["a=1", f"x={number}"], tmp_path / str(number), status) for number, status in enumerate(ends)]
     jobs[0].directory.mkdir()
     (jobs[0].directory / "summary.json").write_text(json.dumps({"status": "ok", "l_max": 512, "padding": 0.0123}))
-    assert changed_overrides(jobs) == ["x=0", "x=1"]
+    assert changed_overrides(jobs) == ["x=0", "x=1", "x=2"]
     columns = {str(column.header): list(column.cells) for column in sweep_table(jobs).columns}
-    assert columns["status"] == ["ok", "failed"]
-    assert columns["padding"] == ["1.23%", "-"]
+    assert columns["status"] == ["ok", "failed", "not run"]
+    assert columns["padding"] == ["1.23%", "-", "-"]
 
 
 def test_an_aborted_job_has_no_summary(tmp_path: Path) -> None:

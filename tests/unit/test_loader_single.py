@@ -349,7 +349,9 @@ class TestBatches:
                 assert batch.data.meta["first"].tolist() == [batch.step.sample_ids[0]]
 
     def test_pinning_is_left_out_where_there_is_nothing_to_pin_for(self) -> None:
-        with make_loader(Lengths([4] * 10), pin_memory=True) as loader:
+        with pytest.warns(UserWarning, match="pin_memory=True is ignored"):
+            loader = make_loader(Lengths([4] * 10), pin_memory=True)
+        with loader:
             for batch in loader:
                 assert batch.data["input_ids"].is_pinned() == torch.cuda.is_available()
 

@@ -1,0 +1,418 @@
+"""What goes wrong ends the loader within a bound, is told in the user's words, and leaves no process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import gc
+import itertools
+import os
+import re
+import signal
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from odb_lightning import ODBDataLoader, ODBLoaderError
+from tests.helpers import run_command
+from tests.loader_data import Fails, Lengths, UserError, collate, plain_list, raise_in_the_users_code
+from tests.loader_processes import all_end, no_process_is_left, runs  # noqa: F401
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_process_is_left")]
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = [4] * 100
+
+
+def make_loader(dataset: Any, l_max: int = 64, **options: Any) -> ODBDataLoader:
+    defaults: dict[str, Any] = {"collate_fn": collate, "buffer_size": 32, "num_workers": 1, "multiprocessing_context": "fork"}
+    return ODBDataLoader(dataset, l_max=l_max, **(defaults | options))
+
+
+def failure_of(loader: ODBDataLoader) -> str:
+    """The text of the error that an epoch ends with."""
+    with pytest.raises(ODBLoaderError) as caught:
+        list(loader)
+    return str(caught.value)
+
+
+def some_pids(loader: ODBDataLoader) -> tuple[Any, list[int], int]:
+    """An iteration under way, with the pids of its workers and of its collate process."""
+    iteration = iter(loader)
+    batch = next(iteration)
+    return iteration, sorted(set(batch.data["pids"])), batch.data["collate_pid"]
+
+
+def length_fn_that_fails(sample: Any) -> int:
+    if sample["input_ids"][0] == 37:
+        raise_in_the_users_code(37)
+    return len(sample["input_ids"])
+
+
+def collate_that_fails(samples: list[Any]) -> Any:
+    if any(sample["input_ids"][0] == 37 for sample in samples):
+        raise_in_the_users_code(37)
+    return collate(samples)
+
+
+def count_that_fails(batch: Any) -> int:
+    if 37 in batch["input_ids"][:, 0]:
+        raise_in_the_users_code(37)
+    return 1
+
+
+class TestErrorsInTheUsersCode:
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    @pytest.mark.parametrize(
+        ("options", "where"),
+        [
+            ({"dataset": Fails(LENGTHS, at=37)}, r"dataset\[37\]"),
+            ({"length_fn": length_fn_that_fails}, r"length_fn for dataset\[37\]"),
+            ({"collate_fn": collate_that_fails}, r"collate_fn for samples \[.*\b37\b.*\]"),
+            ({"num_supervised_fn": count_that_fails}, r"num_supervised_fn for samples \[.*\b37\b.*\]"),
+        ],
+        ids=["dataset", "length_fn", "collate_fn", "num_supervised_fn"],
+    )
+    def test_the_sample_and_the_original_traceback_are_told(self, options: dict[str, Any], where: str, num_workers: int) -> None:
+        options = {"dataset": Lengths(LENGTHS), "num_workers": num_workers} | options
+        text = failure_of(make_loader(options.pop("dataset"), **options))
+        assert re.match(rf"rank 0 failed in {where}: .*UserError: bad sample 37\n", text), text
+        assert "Original traceback on rank 0" in text
+        assert 'raise UserError(f"bad sample {index}", code=7)' in text, "down to the line that raised"
+        assert "loader_data.py" in text
+
+    @pytest.mark.parametrize(
+        ("returned", "match"),
+        [(None, "TypeError"), (3.5, "TypeError.*float"), (-1, "length_fn returned -1"), ("4", "TypeError"), (torch.ones(2), "TypeError|only")],
+        ids=str,
+    )
+    def test_a_length_that_is_none(self, returned: Any, match: str) -> None:
+        text = failure_of(make_loader(Lengths(LENGTHS), length_fn=lambda sample: returned, shuffle=False))
+        assert text.startswith("rank 0 failed in length_fn for dataset[0]: ")
+        assert re.search(match, text)
+
+    def test_lengths_may_be_any_kind_of_whole_number(self) -> None:
+        kinds = [int, torch.tensor, lambda n: torch.tensor(n).numpy()[()], lambda n: torch.tensor(n, dtype=torch.uint8)]
+        with make_loader(Lengths([1, 2, 3, 4]), length_fn=lambda s: kinds[len(s["input_ids"]) - 1](len(s["input_ids"]))) as loader:
+            assert sum(batch.step.num_tokens_real for batch in loader) == 10
+            assert type(loader.stats.length_sum) is int
+
+    def test_a_sample_without_a_length(self) -> None:
+        text = failure_of(make_loader([{"text": "x"}]))
+        assert "rank 0 failed in length_fn for dataset[0]" in text
+        assert "pass length_fn=" in text
+
+    def test_a_collate_fn_that_returns_nothing(self) -> None:
+        assert "collate_fn returned None; it has to return the batch" in failure_of(make_loader(Lengths(LENGTHS), collate_fn=lambda samples: None))
+
+    def test_a_count_of_targets_that_is_none(self) -> None:
+        text = failure_of(make_loader(Lengths(LENGTHS), num_supervised_fn=lambda batch: float("nan")))
+        assert "num_supervised_fn for samples" in text
+        assert "returned nan" in text
+
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    def test_a_sample_that_cant_be_sent(self, num_workers: int) -> None:
+        dataset = [{"input_ids": [1], "f": lambda: None}]
+        text = failure_of(make_loader(dataset, num_workers=num_workers))
+        assert "[0]" in text
+        assert "pickle" in text
+
+    def test_a_batch_that_cant_be_sent_names_what_made_it(self) -> None:
+        text = failure_of(make_loader(Lengths([4, 4]), collate_fn=lambda samples: {"f": lambda: None}))
+        assert "pickle" in text
+        assert "collate_fn" in text
+
+    def test_an_error_in_worker_init_fn(self) -> None:
+        text = failure_of(make_loader(Lengths(LENGTHS), worker_init_fn=raise_in_the_users_code))
+        assert "bad sample 0" in text
+
+    @pytest.mark.parametrize(("length", "policy"), [(0, "empty"), (65, "oversize")])
+    def test_policies_can_be_errors(self, length: int, policy: str) -> None:
+        text = failure_of(make_loader(Lengths([3, length, 3]), **{policy: "error"}))
+        assert text.startswith("rank 0 failed in dataset[1]: ")
+        assert f"{policy}='error'" in text
+
+    def test_stop_iteration_in_the_users_code_is_an_error_not_an_end(self) -> None:
+        def stops(_: Any) -> Any:
+            raise StopIteration
+
+        for options in ({"length_fn": stops}, {"collate_fn": stops}, {"length_fn": stops, "num_workers": 0}):
+            assert "StopIteration" in failure_of(make_loader(Lengths(LENGTHS), **options))
+
+    def test_the_loader_can_be_used_again(self) -> None:
+        dataset = Fails(LENGTHS, at=37)
+        loader = make_loader(dataset)
+        failure_of(loader)
+        dataset.at = -1
+        assert sorted(itertools.chain.from_iterable(batch.step.sample_ids for batch in loader)) == list(range(100))
+        loader.close()
+
+
+class TestDeathOfAProcess:
+    LIMIT = 20.0
+
+    def check(self, iteration: Any, pids: list[int], match: str) -> None:
+        begin = time.monotonic()
+        with pytest.raises(ODBLoaderError, match=match):
+            list(iteration)
+        assert time.monotonic() - begin < self.LIMIT
+        assert all_end(pids)
+
+    def test_a_worker_that_is_killed(self) -> None:
+        loader = make_loader(Lengths([4] * 5000), num_workers=2)
+        iteration, workers, collator = some_pids(loader)
+        os.kill(workers[0], signal.SIGKILL)
+        self.check(iteration, [*workers, collator], r"rank 0 failed.*worker.*(killed by signal|exited unexpectedly)")
+
+    @pytest.mark.parametrize("how", ["kill", "exit"])
+    def test_a_sample_that_kills_its_worker(self, how: str) -> None:
+        loader = make_loader(Fails(LENGTHS, at=37, how=how))
+        with pytest.raises(ODBLoaderError, match=r"rank 0 failed.*worker.*(killed by signal|exited unexpectedly)"):
+            list(loader)
+
+    @pytest.mark.parametrize(("how", "code"), [("kill", -9), ("exit", 3)])
+    def test_a_sample_that_kills_the_collate_process(self, how: str, code: int) -> None:
+        loader = make_loader(Fails(LENGTHS, at=37, how=how), num_workers=0)
+        with pytest.raises(ODBLoaderError, match=f"collate process of rank 0 ended unexpectedly with exit code {code}"):
+            list(loader)
+
+    def test_a_collate_process_that_is_killed(self) -> None:
+        loader = make_loader(Lengths([4] * 5000), num_workers=2)
+        iteration, workers, collator = some_pids(loader)
+        os.kill(collator, signal.SIGKILL)
+        self.check(iteration, [*workers, collator], "exit code -9")
+
+    def test_a_collate_process_that_dies_between_epochs(self) -> None:
+        """The next epoch tells it, or starts a new process: either is right; an error of the pipe is not."""
+        loader = make_loader(Lengths(LENGTHS))
+        (collator,) = {batch.data["collate_pid"] for batch in loader}
+        os.kill(collator, signal.SIGKILL)
+        assert all_end([collator])
+        try:
+            seen = [batch.step.num_samples for batch in loader]
+        except ODBLoaderError as error:
+            assert "exit code -9" in str(error)
+        else:
+            assert sum(seen) == 100
+        loader.close()
+
+    def test_the_training_process_is_killed(self) -> None:
+        context = get_context("fork")
+        ours, theirs = context.Pipe(duplex=False)
+        child = context.Process(target=_report_pids_and_die, args=(theirs,))
+        child.start()
+        theirs.close()
+        pids = ours.recv()
+        child.join(20.0)
+        assert child.exitcode == -9
+        assert len(pids) >= 2
+        assert all_end(pids)
+
+
+def _report_pids_and_die(connection: Any) -> None:
+    _iteration, workers, collator = some_pids(make_loader(Lengths([4] * 5000), num_workers=2))
+    connection.send([*workers, collator])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Abandoned(Exception):
+    pass
+
+
+def leave_by_break(loader: ODBDataLoader) -> list[int]:
+    for batch in loader:
+        return [batch.data["collate_pid"], *batch.data["pids"]]
+    raise AssertionError
+
+
+def leave_by_exception(loader: ODBDataLoader) -> list[int]:
+    pids: list[int] = []
+    try:
+        for batch in loader:
+            pids += [batch.data["collate_pid"], *batch.data["pids"]]
+            raise Abandoned
+    except Abandoned:
+        pass
+    return pids
+
+
+def leave_by_close(loader: ODBDataLoader) -> list[int]:
+    iteration, workers, collator = some_pids(loader)
+    loader.close()
+    assert next(iteration, None) is None
+    return [*workers, collator]
+
+
+def leave_by_deleting_the_iterator(loader: ODBDataLoader) -> list[int]:
+    iteration, workers, collator = some_pids(loader)
+    del iteration
+    return [*workers, collator]
+
+
+class TestLeaving:
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    @pytest.mark.parametrize("leave", [leave_by_break, leave_by_exception, leave_by_close, leave_by_deleting_the_iterator])
+    def test_an_iteration_that_is_left_takes_its_processes_along(self, leave: Any, num_workers: int) -> None:
+        loader = make_loader(Lengths([4] * 5000), num_workers=num_workers)
+        begin = time.monotonic()
+        pids = leave(loader)
+        assert all_end(pids, 1.0), "at once, not when the loader goes"
+        assert time.monotonic() - begin < 20
+        assert loader.l_max == 64
+
+    def test_a_loader_that_is_dropped_after_an_epoch_ends_its_processes(self) -> None:
+        loader = make_loader(Lengths(LENGTHS))
+        (collator,) = {batch.data["collate_pid"] for batch in loader}
+        assert runs(collator), "it is kept for the next epoch"
+        del loader
+        gc.collect()
+        assert all_end([collator])
+
+    def test_a_loader_that_is_not_persistent_has_no_process_after_an_epoch(self) -> None:
+        loader = make_loader(Lengths(LENGTHS), persistent_workers=False)
+        pids = {batch.data["collate_pid"] for batch in loader}
+        assert all_end(pids)
+        loader.close()
+
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    def test_leaving_does_not_wait_for_a_slow_sample(self, num_workers: int) -> None:
+        loader = make_loader(SlowAfter(LENGTHS, 40), num_workers=num_workers, shuffle=False)
+        begin = time.monotonic()
+        pids = leave_by_break(loader)
+        assert all_end(pids)
+        assert time.monotonic() - begin < 25
+
+    def test_closing_is_quick_each_time(self) -> None:
+        seconds = []
+        for _ in range(60):
+            loader = make_loader(Lengths([4] * 8), num_workers=0, buffer_size=4)
+            list(loader)
+            begin = time.monotonic()
+            loader.close()
+            seconds.append(time.monotonic() - begin)
+        assert max(seconds) < 5, sorted(seconds)[-3:]
+
+    def test_nothing_piles_up_over_epochs_and_processes(self) -> None:
+        def descriptors(pid: int | str = "self") -> int:
+            return len(os.listdir(f"/proc/{pid}/fd"))
+
+        with make_loader(Lengths(LENGTHS)) as loader:
+            (collator,) = {batch.data["collate_pid"] for batch in loader}
+            before = (descriptors(), descriptors(collator))
+            for _ in range(5):
+                list(loader)
+            assert (descriptors(), descriptors(collator)) == before
+        gc.collect()
+        before_processes = descriptors()
+        for _ in range(4):
+            loader = make_loader(Lengths(LENGTHS), num_workers=0)
+            leave_by_break(loader)
+            loader.close()
+        gc.collect()
+        assert descriptors() <= before_processes
+
+
+class SlowAfter(Lengths):
+    """Takes a minute for each sample after the first ones."""
+
+    def __init__(self, lengths: list[int], first: int) -> None:
+        super().__init__(lengths)
+        self.first = first
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= self.first:
+            time.sleep(60)
+        return super().__getitem__(index)
+
+
+SCRIPT = """
+import itertools
+import torch
+from odb_lightning import ODBDataLoader
+from tests.loader_data import Lengths, plain_list
+
+class ThreeTensors(Lengths):
+    def __getitem__(self, index):
+        ids = torch.full((4,), index)
+        return {"input_ids": ids, "labels": ids + 1, "attention_mask": ids > 0, "more": [ids.clone()]}
+
+if __name__ == "__main__":
+    loader = ODBDataLoader(ThreeTensors([4] * 2000), l_max=64, collate_fn=plain_list, num_supervised_fn=len, buffer_size=512, num_workers=2)
+    assert sorted(itertools.chain.from_iterable(batch.step.sample_ids for batch in loader)) == list(range(2000))
+    left = iter(loader)
+    kept = [next(left) for _ in range(3)]
+    print("reached the end")
+"""
+
+
+def test_few_descriptors_suffice_and_the_interpreter_ends_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """256 descriptors with 512 samples of four tensors in the window, and as many in messages."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = ["bash", "-c", f"ulimit -n 256 && exec {sys.executable} {script}"]
+    result = run_command(command, cwd=tmp_path, seconds=60, environment={"PYTHONPATH": str(ROOT)})
+    assert result.status == 0, result.output
+    assert result.output.strip() == "reached the end"
+
+
+class TestStartMethods:
+    """Slow: each process of these imports torch."""
+
+    def test_what_cant_be_sent_under_spawn_is_named_with_the_mend(self) -> None:
+        dataset = [{"input_ids": [1], "f": lambda: None}] * 10_000
+        loader = make_loader(dataset, multiprocessing_context="spawn")
+        with pytest.raises(TypeError, match=r'dataset=.*multiprocessing_context="fork"') as caught:
+            next(iter(loader))
+        assert len(str(caught.value)) < 2000, "not the whole data set"
+        with pytest.raises(TypeError, match="collate_fn=.*<lambda>"):
+            next(iter(make_loader(Lengths(LENGTHS), collate_fn=lambda samples: 1, multiprocessing_context="forkserver")))
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(150)
+    def test_spawn_gives_what_fork_gives(self) -> None:
+        expected = contents(make_loader(Lengths([4 + n % 20 for n in range(60)])))
+        assert contents(make_loader(Lengths([4 + n % 20 for n in range(60)]), multiprocessing_context="spawn")) == expected
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(150)
+    def test_forkserver_gives_what_fork_gives_and_notices_a_killed_worker(self) -> None:
+        """Its workers are no children of the collate process, which gets no signal when one dies."""
+        dataset = Lengths([4 + n % 20 for n in range(60)])
+        expected = contents(make_loader(dataset))
+        loader = make_loader(dataset, multiprocessing_context=get_context("forkserver"))
+        batches = list(loader)
+        assert [(batch.step.sample_ids, batch.data["labels"].tolist()) for batch in batches] == expected
+        (worker,) = {pid for batch in batches for pid in batch.data["pids"]}
+        os.kill(worker, signal.SIGKILL)
+        assert all_end([worker])
+        begin = time.monotonic()
+        failure_of(loader)
+        assert time.monotonic() - begin < 30
+        loader.close()
+
+
+def contents(loader: ODBDataLoader) -> list[Any]:
+    with loader:
+        return [(batch.step.sample_ids, batch.data["labels"].tolist()) for batch in loader]
+
+
+def test_errors_that_cant_be_pickled_are_told_all_the_same() -> None:
+    with pytest.raises(UserError):
+        raise_in_the_users_code(3)
+    assert "UserError: bad sample 3" in failure_of(make_loader(Fails(LENGTHS, at=3), collate_fn=plain_list, num_supervised_fn=len))
+
+
+def test_processes_that_died_between_epochs_are_started_again() -> None:
+    """Nothing was under way, so nothing is lost; the user is told."""
+    with make_loader(Lengths(LENGTHS), num_workers=1) as loader:
+        first = [batch.step.sample_ids for batch in loader]
+        process = next(child for child in multiprocessing.active_children() if child.name == "odb-collate")
+        process.kill()
+        process.join(10)
+        loader.set_epoch(0)
+        with pytest.warns(UserWarning, match="have ended since the last epoch"):
+            assert [batch.step.sample_ids for batch in loader] == first
