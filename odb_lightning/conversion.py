@@ -1,4 +1,4 @@
-"""An existing torch `DataLoader` as an `ODBDataLoader`."""
+"""What an existing torch `DataLoader` says, in the words of an `ODBDataLoader`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torch.utils.data import (
     default_convert,
 )
 
-from odb_lightning.loader import ODBDataLoader
 
+def options_of(existing: DataLoader[Any], deal_sampler: bool) -> dict[str, Any]:
+    """The options of an `ODBDataLoader` with the same samples, order, `collate_fn` and workers.
 
-def loader_from(existing: DataLoader[Any], l_max: int, deal_sampler: bool = False, **options: Any) -> ODBDataLoader:
-    """See `ODBDataLoader.from_dataloader`."""
+    Warns of what has no meaning there. Raises TypeError or ValueError for what can't be said there.
+    """
     if not isinstance(existing, DataLoader):
         raise TypeError(f"existing has to be a torch DataLoader, got {type(existing).__name__}")
     if isinstance(existing.dataset, IterableDataset):
@@ -42,8 +43,7 @@ def loader_from(existing: DataLoader[Any], l_max: int, deal_sampler: bool = Fals
     inherited |= _sampler_options(sampler, len(existing.dataset), deal_sampler)  # type: ignore[arg-type]
     if existing.batch_size not in (None, 1):
         warnings.warn(
-            f"batch_size={existing.batch_size} of the loader is dropped: l_max={l_max} decides the size of batches",
-            stacklevel=3,
+            f"batch_size={existing.batch_size} of the loader is dropped: l_max decides the size of batches", stacklevel=3
         )
     if existing.drop_last:
         warnings.warn("drop_last=True of the loader is dropped: no sample is", stacklevel=3)
@@ -54,7 +54,7 @@ def loader_from(existing: DataLoader[Any], l_max: int, deal_sampler: bool = Fals
         )
     if existing.generator is not None:
         warnings.warn("the loader's generator is dropped: the order depends on seed= and the epoch", stacklevel=3)
-    return ODBDataLoader(existing.dataset, l_max=l_max, **(inherited | options))
+    return inherited
 
 
 def _sampler_options(sampler: Any, num_samples: int, deal_sampler: bool) -> dict[str, Any]:

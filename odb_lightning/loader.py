@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from odb_lightning.batch import IDLE_DATA, ODBBatch
+from odb_lightning.conversion import options_of
 from odb_lightning.loader_options import check_at_least_one, check_choice, length_of_input_ids, start_method_of
 from odb_lightning.runtime.client import CollateProcess
 from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised, check_rule
@@ -158,9 +159,7 @@ class ODBDataLoader:
         ValueError unless `deal_sampler` says that it may be dealt out to the ranks. What has no meaning here (batch_size,
         drop_last) warns.
         """
-        from odb_lightning.conversion import loader_from
-
-        return loader_from(existing, l_max, deal_sampler, **options)
+        return cls(existing.dataset, l_max=l_max, **(options_of(existing, deal_sampler) | options))
 
     @property
     def stats(self) -> LoaderStats:

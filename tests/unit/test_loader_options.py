@@ -219,7 +219,7 @@ class TestFromDataLoader:
     @pytest.mark.parametrize(
         ("arguments", "match"),
         [
-            ({"batch_size": 4}, "batch_size=4 of the loader is dropped: l_max=8 decides"),
+            ({"batch_size": 4}, "batch_size=4 of the loader is dropped: l_max decides"),
             ({"drop_last": True}, "drop_last=True of the loader is dropped: no sample is"),
             ({"num_workers": 1, "prefetch_factor": 5}, "prefetch_factor=5 of the loader is dropped"),
             ({"generator": torch.Generator()}, "generator is dropped"),
