@@ -159,7 +159,8 @@ class ODBDataLoader:
         ValueError unless `deal_sampler` says that it may be dealt out to the ranks. What has no meaning here (batch_size,
         drop_last) warns.
         """
-        return cls(existing.dataset, l_max=l_max, **(options_of(existing, deal_sampler) | options))
+        inherited = options_of(existing, deal_sampler)
+        return cls(existing.dataset, l_max=l_max, **(inherited | options))
 
     @property
     def stats(self) -> LoaderStats:

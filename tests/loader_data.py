@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from odb_lightning import ODBDataLoader
+
 IGNORED = -100
 
 
@@ -135,17 +137,40 @@ def collate_in_place(samples: list[dict[str, Any]]) -> dict[str, Any]:
         sample["input_ids"] += 1
         sample["more"]["values"] += 1
         sample.pop("id")
-    return {"input_ids": pad([sample["input_ids"] for sample in samples]), "values": [sample["more"]["values"].tolist() for sample in samples]}
+    return {
+        "input_ids": pad([sample["input_ids"] for sample in samples]),
+        "values": [sample["more"]["values"].tolist() for sample in samples],
+    }
 
 
 class Stored:
     """Keeps its samples, and hands out the tensors themselves."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        self.samples = [{"input_ids": torch.full((n,), i), "more": {"values": torch.zeros(2)}, "id": i} for i, n in enumerate(lengths)]
+        self.samples = [
+            {"input_ids": torch.full((n,), i), "more": {"values": torch.zeros(2)}, "id": i} for i, n in enumerate(lengths)
+        ]
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return dict(self.samples[index])
+
+
+def make_loader(dataset: Any, l_max: int = 64, **options: Any) -> ODBDataLoader:
+    """A small loader that starts fast."""
+    defaults: dict[str, Any] = {"collate_fn": collate, "buffer_size": 32, "num_workers": 1, "multiprocessing_context": "fork"}
+    return ODBDataLoader(dataset, l_max=l_max, **(defaults | options))
+
+
+def epoch_of(loader: ODBDataLoader) -> list[tuple[int, int, tuple[Any, ...]]]:
+    """Epoch, step and sample ids of each batch of a pass."""
+    return [(batch.step.epoch, batch.step.step, batch.step.sample_ids) for batch in loader]
+
+
+def some_pids(loader: ODBDataLoader) -> tuple[Any, list[int], int]:
+    """An iteration under way, with the pids of its workers, as far as they are known, and of its collate process."""
+    iteration = iter(loader)
+    batch = next(iteration)
+    return iteration, sorted(set(batch.data["pids"])), batch.data["collate_pid"]

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
 from tests.helpers import running_members
 
 _GRACE_SECONDS = 8.0

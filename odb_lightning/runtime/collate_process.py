@@ -28,12 +28,12 @@ MAX_READY_BATCHES = 8
 def collate_main(
     settings: LoaderSettings, batches: Connection, requests: Connection, stop: Connection, memory: SharedMemory
 ) -> None:
-    """Serves epochs until it is told to stop, its parent is gone, or something fails."""
+    """Serves epochs until it is told to stop, or its parent is gone."""
     own_signals(in_order=True)
     os.environ[HELPER_VARIABLE] = "1"
     torch.set_num_threads(1)
     end_with_parent(stop)
-    process = _CollateProcess(settings, BatchSender(batches, memory, MAX_READY_BATCHES, settings.timeouts.batch))
+    process = _CollateProcess(settings, BatchSender(batches, memory, MAX_READY_BATCHES))
     with contextlib.suppress(SystemExit):  # how a stop reaches the main thread
         _serve_epochs(process, requests)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
@@ -41,13 +41,14 @@ def collate_main(
 
 
 def _serve_epochs(process: _CollateProcess, requests: Connection) -> None:
-    is_wanted = True
-    while is_wanted:
+    # Also after a failure, or an epoch that was to be the last one: the training process may be batches behind, and what it has
+    # not taken yet would be lost with this process. It ends this process when it has.
+    while True:
         try:
             request = requests.recv()
         except (EOFError, RuntimeError):  # RuntimeError: torch's word of a worker that died; the next epoch starts anew
             return
-        is_wanted = process.serve(request)
+        process.serve(request)
 
 
 def _collate_seeded(settings: LoaderSettings, samples: list[object]) -> object:
@@ -69,18 +70,20 @@ class _CollateProcess:
         """Ends the workers, before multiprocessing's exit handler would terminate them and torch would call that a failure."""
         self._fetcher = None
 
-    def serve(self, request: EpochRequest) -> bool:
-        """Runs one epoch and reports how it failed, if it did. Returns whether the process is to serve another."""
+    def serve(self, request: EpochRequest) -> None:
+        """Runs one epoch, and reports how it failed, if it did."""
         rank = self._settings.rank
         exchange: Exchange = SoloExchange()
         try:
             if self._fetcher is None:
                 self._fetcher = Fetcher(self._settings)
             run = EpochRun(self._settings, request, self._fetcher, self._sender, self._counter, self._stand_in)
-            # The workers exist by now: forked later, they would keep the group's sockets open after this process died.
-            exchange = self._meet(request)
+            if request.store is not None:
+                # The workers exist by now: forked later, they would keep the group's sockets open after this process died.
+                exchange = gloo = GlooExchange(request.store, rank, self._settings.world_size, self._settings.timeouts)
+                gloo.meet()
+                self._check_knobs(gloo, request)
             run.run(exchange)
-            return self._settings.persistent_workers
         except RaisedFailure as error:
             self._report(error.failure.describe(rank))
         except PeerFailure as error:
@@ -93,26 +96,18 @@ class _CollateProcess:
             self._report(failure.describe(rank))
         finally:
             exchange.close()
-        return False
 
     def _report(self, text: str) -> None:
         with contextlib.suppress(EOFError, ConnectionError):  # the training process may be gone
             self._sender.send("failure", text)
 
-    def _meet(self, request: EpochRequest) -> Exchange:
-        if request.store is None:
-            return SoloExchange()
-        exchange = GlooExchange(request.store, self._settings.rank, self._settings.world_size, self._settings.timeouts)
-        knobs = self._settings.shared_knobs() | {
-            "epoch": request.epoch,
-            "accumulate": request.accumulate,
-            "max_steps": request.max_steps,
-        }
-        difference = exchange.check_knobs(knobs)
+    def _check_knobs(self, exchange: GlooExchange, request: EpochRequest) -> None:
+        knobs = {"epoch": request.epoch, "accumulate": request.accumulate, "max_steps": request.max_steps}
+        difference = exchange.compare_knobs(self._settings.shared_knobs() | knobs)
+        failure = None
         if difference is not None:
             error = f"{difference}; every rank has to be given the same"
             failure = Failure("comparing the loader's options with rank 0's", f"ValueError: {error}", error)
             exchange.publish(failure)
-        if exchange.all_reduce_sum([difference is not None])[0]:
-            raise exchange.peer_failure() if difference is None else RaisedFailure(failure)
-        return exchange
+        if exchange.all_reduce_sum([failure is not None])[0]:
+            raise exchange.peer_failure() if failure is None else RaisedFailure(failure)

@@ -65,11 +65,13 @@ class EpochRun:
         self._num_emitted = 0
         self._stats = LoaderStats(views_expected=len(request.views), outstanding_depth=settings.outstanding_depth)
         self._exchange: Exchange = SoloExchange()
+        stand_in.begin_epoch()
         self._samples = fetcher.start(request.epoch, request.views)
 
     def run(self, exchange: Exchange) -> None:
         """Emits all steps of the epoch. Raises RaisedFailure for a failure of this rank, PeerFailure for a peer's."""
         self._exchange = exchange
+        self._sender.while_waiting = exchange.beat
         while not self._windows.is_full:
             failure = self._catch(self._fill_window)
             reduced = self._exchange.all_reduce_max(
@@ -153,7 +155,7 @@ class EpochRun:
                 + [len(step.sample_ids) for step in block]
                 + [bool(step.sample_ids) for step in block]
             )
-        needs_stand_in = failure is None and not self._stand_in.exists and not all(groups)
+        needs_stand_in = failure is None and self._stand_in.is_wanting and not all(groups)
         reduced = self._exchange.all_reduce_sum([*sums, failure is not None, needs_stand_in])
         if failure is not None:
             raise RaisedFailure(failure)

@@ -17,6 +17,9 @@ from odb_lightning.runtime.settings import StoreAddress, Timeouts
 _FAILURE_GRACE_SECONDS = 2.0
 _SHORTEST_PAUSE_SECONDS = 50e-6
 _LONGEST_PAUSE_SECONDS = 5e-3
+_BEAT_SECONDS = 1.0
+_WORKER_DIED = "DataLoader worker"
+"""In the RuntimeError that torch's signal handler raises wherever the main thread is."""
 
 
 class Exchange(Protocol):
@@ -41,6 +44,9 @@ class Exchange(Protocol):
 
     def peer_failure(self) -> PeerFailure:
         """What a peer that gave a stop code, or is gone, published."""
+
+    def beat(self) -> None:
+        """Tells the peers that this rank waits for its own training process."""
 
     def close(self) -> None:
         """Leaves the group; peers that still wait for this rank fail at once."""
@@ -68,6 +74,9 @@ class SoloExchange:
     def peer_failure(self) -> PeerFailure:
         raise AssertionError("a single rank has no peer")
 
+    def beat(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -87,15 +96,38 @@ class GlooExchange:
             else dist.TCPStore(address.host or "", address.port or 0, is_master=False, wait_for_workers=False, timeout=setup)
         )
         self._store = dist.PrefixStore(address.prefix, base)
+        self._setup = timeouts.setup
+        self._group: Any = None
+        self._num_beats, self._last_beat = 0, 0.0
+        self._beats_seen: list[bytes | None] = []
+
+    def meet(self) -> None:
+        """Forms the group with the peers' collate processes."""
         try:
-            self._group: Any = dist.ProcessGroupGloo(self._store, rank, world_size, setup)
-        except Exception as error:
-            raise TimeoutError(
-                f"rank {rank} did not meet its {world_size - 1} peers within Timeouts(setup={timeouts.setup:.0f}) seconds; "
-                f"does every rank iterate over the same loaders in the same order? ({error})"
+            self._group = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, timedelta(seconds=self._setup))
+        except RuntimeError as error:
+            if _WORKER_DIED in str(error):
+                raise  # torch's signal handler: this rank's own failure
+            peers = f"{self.world_size - 1} peers within Timeouts(setup={self._setup:.0f}) seconds"
+            raise self.peer_failure(
+                f"before the group was formed: it did not meet its {peers}. Does every rank iterate over the same loaders in "
+                f"the same order? ({str(error).splitlines()[0]})"
             ) from error
 
-    def check_knobs(self, knobs: dict[str, Any]) -> str | None:
+    def beat(self) -> None:
+        """Tells the peers that this rank waits for its own training process, so that they are patient with it."""
+        if time.monotonic() - self._last_beat > _BEAT_SECONDS:
+            self._num_beats, self._last_beat = self._num_beats + 1, time.monotonic()
+            self._store.set(f"beat/{self.rank}", str(self._num_beats))
+
+    def _a_peer_beat(self) -> bool:
+        """Whether a peer did since this was last asked."""
+        keys = [f"beat/{rank}" for rank in range(self.world_size) if rank != self.rank]
+        beats = [self._store.get(key) if self._store.check([key]) else None for key in keys]
+        before, self._beats_seen = self._beats_seen or [None] * len(keys), beats
+        return beats != before
+
+    def compare_knobs(self, knobs: dict[str, Any]) -> str | None:
         """What differs between this rank's knobs and rank 0's, in words; None if nothing does."""
         self._store.set(f"knobs/{self.rank}", json.dumps(knobs))
         first = json.loads(self._store.get("knobs/0"))
@@ -131,12 +163,16 @@ class GlooExchange:
 
     def _wait(self, start: Callable[[], Any]) -> None:
         begin, pause = time.perf_counter(), _SHORTEST_PAUSE_SECONDS
+        expires = begin + self._timeout
         try:
             work = self._or_peer_failure(start)
             # Looked at in small pauses, not waited for in C++, so that a stop can interrupt it. What a signal handler raises
             # here (torch's, for a dead worker) is this rank's own failure.
             while not work.is_completed():
-                if time.perf_counter() - begin > self._timeout:
+                if time.perf_counter() > expires:
+                    if self._a_peer_beat():
+                        expires = time.perf_counter() + self._timeout
+                        continue
                     limit = f"Timeouts(exchange={self._timeout:.0f}) seconds"
                     raise self.peer_failure(f"that did not reach the next exchange within {limit}")
                 time.sleep(pause)
@@ -149,6 +185,8 @@ class GlooExchange:
         try:
             return call()
         except RuntimeError as error:
+            if _WORKER_DIED in str(error):
+                raise
             raise self.peer_failure(f"that closed its connection ({str(error).splitlines()[0]})") from error
 
     def publish(self, failure: Failure) -> None:

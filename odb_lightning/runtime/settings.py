@@ -22,11 +22,11 @@ class Timeouts:
     setup: float = 300.0
     """For the ranks' collate processes to meet."""
     exchange: float = 1800.0
-    """For the slowest rank to reach the next exchange."""
+    """For the slowest rank to reach the next exchange; time in which it waits for its own training process does not count."""
     worker: float = 1800.0
     """For a worker to bring its next samples."""
     batch: float = 3600.0
-    """For the training process to get its next batch, or to take one that is ready."""
+    """For the training process to get its next batch."""
     stop: float = 15.0
     """For the processes to end by themselves before they are killed."""
 

@@ -24,10 +24,16 @@ class StandIn:
         self._has_batch = False
         self._has_targets = False
         self._is_sent = False
+        self._has_asked = False
+
+    def begin_epoch(self) -> None:
+        """Peers may be asked again."""
+        self._has_asked = False
 
     @property
-    def exists(self) -> bool:
-        return self._has_batch
+    def is_wanting(self) -> bool:
+        """A stand-in with targets is missing, and peers were not asked for one in this epoch."""
+        return not self._has_targets and not self._has_asked
 
     def candidates(self, samples: Sequence[Any]) -> list[Any]:
         """Copies of the shortest samples of a group (it holds the longest first), made before `collate_fn` can alter
@@ -45,7 +51,8 @@ class StandIn:
                 return
 
     def share(self, exchange: Exchange) -> None:
-        """Every rank takes part: one that has none gets the stand-in of the lowest rank with the best one."""
+        """Every rank takes part: one that has none with targets gets the stand-in of the lowest rank with the best one."""
+        self._has_asked = True
         quality = 2 if self._has_targets else int(self._has_batch)
         best = exchange.all_reduce_max([quality * exchange.world_size + exchange.world_size - 1 - exchange.rank])[0]
         source = exchange.world_size - 1 - best % exchange.world_size
@@ -54,9 +61,10 @@ class StandIn:
             header, buffers = encode(self._batch)
             payload = pickle.dumps((header, buffers))
         received = exchange.broadcast(payload, source)
-        if not self._has_batch:
-            self._batch, self._has_batch = decode(*pickle.loads(received)), True
-            self._has_targets = best // exchange.world_size == 2
+        best_has_targets = best // exchange.world_size == 2
+        if not self._has_batch or (best_has_targets and not self._has_targets):
+            self._batch, self._has_batch, self._is_sent = decode(*pickle.loads(received)), True, False
+            self._has_targets = best_has_targets
 
     def send_once(self, sender: BatchSender) -> None:
         """Hands the stand-in to the training process before its first idle step, and again if a better one was found."""

@@ -187,14 +187,17 @@ class ODBStrategyMixin(Strategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Inside a step, the reduction over the ranks that are not idle in it, so that `self.log(..., sync_dist=True)` gives
         their value; else as ever."""
+        operation = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        is_mean = operation in ("mean", "avg", ReduceOp.AVG, None)
+        if is_mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            tensor = tensor.double()  # the mean of integers is truncated; Lightning's counts of samples are integers
         info = self._step_in_progress
         if info is None or info.num_active_ranks >= info.world_size or not isinstance(tensor, Tensor):
             return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
-        operation = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         if info.is_idle:
             tensor = torch.full_like(tensor, _neutral_value(operation, tensor))
         reduced = super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
-        if operation in ("mean", "avg", ReduceOp.AVG, None):
+        if is_mean:
             reduced = reduced * (info.world_size / info.num_active_ranks)
         return reduced
 

@@ -76,7 +76,13 @@ class Model(lightning.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.batch_keys |= set(batch)
         loss = token_losses(self.network, batch, "mean")
+        rows = len(batch["input_ids"])
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+        idle = self.trainer.strategy.step_info.is_idle
+        value = torch.tensor(99.0 if idle else 1.0)
+        self.log("one", value, on_step=True, on_epoch=True, sync_dist=True, batch_size=rows)
+        self.log("largest", value, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
+        self.log("rows", torch.tensor(float(rows)), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -114,7 +120,11 @@ def _cheap_zero(strategy: type) -> type:
 
         def _zero(self, *args: Any) -> Tensor:
             loss = sum(parameter.sum() * 0 for parameter in self.lightning_module.parameters())
-            self.lightning_module.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+            module = self.lightning_module
+            module.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+            module.log("one", torch.ones(()), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+            module.log("largest", torch.ones(()), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
+            module.log("rows", torch.ones(()), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
             return loss
 
     return CheapZero

@@ -18,9 +18,25 @@ from torch import Tensor
 
 from odb_lightning.runtime.codec import PackedSamples, decode, encode, is_plain_tensor, pack_samples, unpack_samples
 
-DTYPES = (
-    "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn float8_e5m2"
-).split()
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
 SHAPES = [(), (1,), (7,), (0,), (0, 3), (3, 0), (2, 3), (2, 1, 3, 2)]
 
 
@@ -73,7 +89,9 @@ def assert_same(left: Any, right: Any) -> None:
         for key in left:
             assert_same(left[key], right[key])
         if hasattr(left, "__dict__"):
-            assert_same({k: v for k, v in vars(left).items() if k != "data"}, {k: v for k, v in vars(right).items() if k != "data"})
+            assert_same(
+                {k: v for k, v in vars(left).items() if k != "data"}, {k: v for k, v in vars(right).items() if k != "data"}
+            )
     elif isinstance(left, (list, tuple)):
         assert len(left) == len(right)
         for ours, theirs in zip(left, right, strict=True):
@@ -187,7 +205,10 @@ def test_sparse_tensors_survive() -> None:
 )
 def test_numpy_arrays(array: np.ndarray[Any, Any]) -> None:
     assert_same(roundtrip([array, {"again": array}]), [array, {"again": array}])
-    assert_same(unpack_samples(across(pack_samples([array, array[..., :1] if array.ndim else array]))), [array, array[..., :1] if array.ndim else array])
+    assert_same(
+        unpack_samples(across(pack_samples([array, array[..., :1] if array.ndim else array]))),
+        [array, array[..., :1] if array.ndim else array],
+    )
 
 
 def test_nested_containers_and_types_of_the_users_own() -> None:
@@ -215,15 +236,22 @@ def test_nested_containers_and_types_of_the_users_own() -> None:
         pytest.param([torch.arange(3), torch.arange(2)], id="bare-tensors"),
         pytest.param([(torch.arange(3), 1), (torch.arange(2), 0)], id="tuples"),
         pytest.param([Record(torch.arange(3)), Record(torch.arange(1), "x")], id="dataclasses"),
-        pytest.param([Encoding({"input_ids": torch.arange(3)}, ["e"]), Encoding({"input_ids": torch.arange(1)})], id="user-dicts"),
+        pytest.param(
+            [Encoding({"input_ids": torch.arange(3)}, ["e"]), Encoding({"input_ids": torch.arange(1)})], id="user-dicts"
+        ),
         pytest.param([{"a": torch.arange(3)}, DictWithMeta(a=torch.arange(2))], id="dict-and-subclass"),
         pytest.param([{"a": torch.arange(3)}, {"a": torch.arange(2), "b": 1}], id="other-keys"),
         pytest.param([{"a": torch.arange(3)}, {"a": torch.arange(2.0)}], id="other-dtype"),
         pytest.param([{"a": torch.arange(3)}, {"a": [1, 2]}], id="tensor-and-list"),
         pytest.param([{"a": torch.arange(3)}, {"a": torch.arange(2.0).requires_grad_()}], id="plain-and-not"),
-        pytest.param([{"text": "x", "a": torch.arange(3), "n": 1}, {"text": "y", "a": torch.arange(2), "n": None}], id="tensors-and-others"),
+        pytest.param(
+            [{"text": "x", "a": torch.arange(3), "n": 1}, {"text": "y", "a": torch.arange(2), "n": None}],
+            id="tensors-and-others",
+        ),
         pytest.param([{"b": torch.arange(3), "a": 1}, {"a": 2, "b": torch.arange(2)}], id="keys-in-another-order-with-rest"),
-        pytest.param([{"b": torch.arange(3), "a": torch.ones(1)}, {"a": torch.ones(2), "b": torch.arange(2)}], id="keys-in-another-order"),
+        pytest.param(
+            [{"b": torch.arange(3), "a": torch.ones(1)}, {"a": torch.ones(2), "b": torch.arange(2)}], id="keys-in-another-order"
+        ),
         pytest.param([{"a": torch.zeros(0)}, {"a": torch.zeros(0, 2)}, {"a": torch.zeros(3, 1)}], id="empty-tensors"),
         pytest.param([{}, {}], id="empty-dicts"),
         pytest.param([], id="no-sample"),
@@ -313,5 +341,5 @@ def test_a_tensor_shared_within_a_batch_stays_shared() -> None:
 
 
 def test_what_cant_be_pickled_raises_what_pickle_raises() -> None:
-    with pytest.raises((pickle.PicklingError, AttributeError, TypeError), match="lambda|pickle"):
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError), match=r"lambda|pickle"):
         encode({"x": lambda: None})

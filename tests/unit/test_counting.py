@@ -59,7 +59,9 @@ def test_one_dimensional_labels_are_not_shifted(rule: str, labels: Any, expected
     assert counted(rule, {"labels": labels}, 3) == (expected, [])
 
 
-@given(numpy_strategies.arrays(np.int64, st.tuples(st.integers(0, 5), st.integers(0, 6)), elements=st.sampled_from([-100, 0, 3])))
+@given(
+    numpy_strategies.arrays(np.int64, st.tuples(st.integers(0, 5), st.integers(0, 6)), elements=st.sampled_from([-100, 0, 3]))
+)
 def test_causal_counts_what_a_shifted_loss_averages_over(labels: np.ndarray[Any, Any]) -> None:
     targets = [token for row in labels.tolist() for token in row[1:] if token != -100]
     assert counted("causal", {"labels": torch.from_numpy(labels)})[0] == len(targets)
@@ -110,7 +112,16 @@ def test_the_default_is_still_told_apart_from_the_named_rule_in_another_process(
 
 @pytest.mark.parametrize(
     ("returned", "expected"),
-    [(3, 3), (2.5, 2.5), (4.0, 4), (0, 0), (True, 1), (np.float32(1.5), 1.5), (torch.tensor(7), 7), (torch.tensor([0.25]), 0.25)],
+    [
+        (3, 3),
+        (2.5, 2.5),
+        (4.0, 4),
+        (0, 0),
+        (True, 1),
+        (np.float32(1.5), 1.5),
+        (torch.tensor(7), 7),
+        (torch.tensor([0.25]), 0.25),
+    ],
 )
 def test_a_function_of_the_batch(returned: Any, expected: float) -> None:
     count, _ = counted(lambda data: data["n"], {"n": returned})

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import gc
 import itertools
+import multiprocessing
 import os
 import re
 import signal
-import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,9 +16,8 @@ import pytest
 import torch
 
 from odb_lightning import ODBDataLoader, ODBLoaderError
-from tests.helpers import run_command
-from tests.loader_data import Fails, Lengths, UserError, collate, plain_list, raise_in_the_users_code
-from tests.loader_processes import all_end, no_process_is_left, runs  # noqa: F401
+from tests.loader_data import Fails, Lengths, UserError, collate, make_loader, plain_list, raise_in_the_users_code, some_pids
+from tests.loader_processes import all_end, no_process_is_left  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_process_is_left")]
 
@@ -28,23 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [4] * 100
 
 
-def make_loader(dataset: Any, l_max: int = 64, **options: Any) -> ODBDataLoader:
-    defaults: dict[str, Any] = {"collate_fn": collate, "buffer_size": 32, "num_workers": 1, "multiprocessing_context": "fork"}
-    return ODBDataLoader(dataset, l_max=l_max, **(defaults | options))
-
-
 def failure_of(loader: ODBDataLoader) -> str:
     """The text of the error that an epoch ends with."""
     with pytest.raises(ODBLoaderError) as caught:
         list(loader)
     return str(caught.value)
-
-
-def some_pids(loader: ODBDataLoader) -> tuple[Any, list[int], int]:
-    """An iteration under way, with the pids of its workers and of its collate process."""
-    iteration = iter(loader)
-    batch = next(iteration)
-    return iteration, sorted(set(batch.data["pids"])), batch.data["collate_pid"]
 
 
 def length_fn_that_fails(sample: Any) -> int:
@@ -77,7 +62,9 @@ class TestErrorsInTheUsersCode:
         ],
         ids=["dataset", "length_fn", "collate_fn", "num_supervised_fn"],
     )
-    def test_the_sample_and_the_original_traceback_are_told(self, options: dict[str, Any], where: str, num_workers: int) -> None:
+    def test_the_sample_and_the_original_traceback_are_told(
+        self, options: dict[str, Any], where: str, num_workers: int
+    ) -> None:
         options = {"dataset": Lengths(LENGTHS), "num_workers": num_workers} | options
         text = failure_of(make_loader(options.pop("dataset"), **options))
         assert re.match(rf"rank 0 failed in {where}: .*UserError: bad sample 37\n", text), text
@@ -87,7 +74,13 @@ class TestErrorsInTheUsersCode:
 
     @pytest.mark.parametrize(
         ("returned", "match"),
-        [(None, "TypeError"), (3.5, "TypeError.*float"), (-1, "length_fn returned -1"), ("4", "TypeError"), (torch.ones(2), "TypeError|only")],
+        [
+            (None, "TypeError"),
+            (3.5, "TypeError.*float"),
+            (-1, "length_fn returned -1"),
+            ("4", "TypeError"),
+            (torch.ones(2), "TypeError|only"),
+        ],
         ids=str,
     )
     def test_a_length_that_is_none(self, returned: Any, match: str) -> None:
@@ -97,7 +90,9 @@ class TestErrorsInTheUsersCode:
 
     def test_lengths_may_be_any_kind_of_whole_number(self) -> None:
         kinds = [int, torch.tensor, lambda n: torch.tensor(n).numpy()[()], lambda n: torch.tensor(n, dtype=torch.uint8)]
-        with make_loader(Lengths([1, 2, 3, 4]), length_fn=lambda s: kinds[len(s["input_ids"]) - 1](len(s["input_ids"]))) as loader:
+        with make_loader(
+            Lengths([1, 2, 3, 4]), length_fn=lambda s: kinds[len(s["input_ids"]) - 1](len(s["input_ids"]))
+        ) as loader:
             assert sum(batch.step.num_tokens_real for batch in loader) == 10
             assert type(loader.stats.length_sum) is int
 
@@ -107,7 +102,9 @@ class TestErrorsInTheUsersCode:
         assert "pass length_fn=" in text
 
     def test_a_collate_fn_that_returns_nothing(self) -> None:
-        assert "collate_fn returned None; it has to return the batch" in failure_of(make_loader(Lengths(LENGTHS), collate_fn=lambda samples: None))
+        assert "collate_fn returned None; it has to return the batch" in failure_of(
+            make_loader(Lengths(LENGTHS), collate_fn=lambda samples: None)
+        )
 
     def test_a_count_of_targets_that_is_none(self) -> None:
         text = failure_of(make_loader(Lengths(LENGTHS), num_supervised_fn=lambda batch: float("nan")))
@@ -219,146 +216,6 @@ def _report_pids_and_die(connection: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Abandoned(Exception):
-    pass
-
-
-def leave_by_break(loader: ODBDataLoader) -> list[int]:
-    for batch in loader:
-        return [batch.data["collate_pid"], *batch.data["pids"]]
-    raise AssertionError
-
-
-def leave_by_exception(loader: ODBDataLoader) -> list[int]:
-    pids: list[int] = []
-    try:
-        for batch in loader:
-            pids += [batch.data["collate_pid"], *batch.data["pids"]]
-            raise Abandoned
-    except Abandoned:
-        pass
-    return pids
-
-
-def leave_by_close(loader: ODBDataLoader) -> list[int]:
-    iteration, workers, collator = some_pids(loader)
-    loader.close()
-    assert next(iteration, None) is None
-    return [*workers, collator]
-
-
-def leave_by_deleting_the_iterator(loader: ODBDataLoader) -> list[int]:
-    iteration, workers, collator = some_pids(loader)
-    del iteration
-    return [*workers, collator]
-
-
-class TestLeaving:
-    @pytest.mark.parametrize("num_workers", [0, 2])
-    @pytest.mark.parametrize("leave", [leave_by_break, leave_by_exception, leave_by_close, leave_by_deleting_the_iterator])
-    def test_an_iteration_that_is_left_takes_its_processes_along(self, leave: Any, num_workers: int) -> None:
-        loader = make_loader(Lengths([4] * 5000), num_workers=num_workers)
-        begin = time.monotonic()
-        pids = leave(loader)
-        assert all_end(pids, 1.0), "at once, not when the loader goes"
-        assert time.monotonic() - begin < 20
-        assert loader.l_max == 64
-
-    def test_a_loader_that_is_dropped_after_an_epoch_ends_its_processes(self) -> None:
-        loader = make_loader(Lengths(LENGTHS))
-        (collator,) = {batch.data["collate_pid"] for batch in loader}
-        assert runs(collator), "it is kept for the next epoch"
-        del loader
-        gc.collect()
-        assert all_end([collator])
-
-    def test_a_loader_that_is_not_persistent_has_no_process_after_an_epoch(self) -> None:
-        loader = make_loader(Lengths(LENGTHS), persistent_workers=False)
-        pids = {batch.data["collate_pid"] for batch in loader}
-        assert all_end(pids)
-        loader.close()
-
-    @pytest.mark.parametrize("num_workers", [0, 1])
-    def test_leaving_does_not_wait_for_a_slow_sample(self, num_workers: int) -> None:
-        loader = make_loader(SlowAfter(LENGTHS, 40), num_workers=num_workers, shuffle=False)
-        begin = time.monotonic()
-        pids = leave_by_break(loader)
-        assert all_end(pids)
-        assert time.monotonic() - begin < 25
-
-    def test_closing_is_quick_each_time(self) -> None:
-        seconds = []
-        for _ in range(60):
-            loader = make_loader(Lengths([4] * 8), num_workers=0, buffer_size=4)
-            list(loader)
-            begin = time.monotonic()
-            loader.close()
-            seconds.append(time.monotonic() - begin)
-        assert max(seconds) < 5, sorted(seconds)[-3:]
-
-    def test_nothing_piles_up_over_epochs_and_processes(self) -> None:
-        def descriptors(pid: int | str = "self") -> int:
-            return len(os.listdir(f"/proc/{pid}/fd"))
-
-        with make_loader(Lengths(LENGTHS)) as loader:
-            (collator,) = {batch.data["collate_pid"] for batch in loader}
-            before = (descriptors(), descriptors(collator))
-            for _ in range(5):
-                list(loader)
-            assert (descriptors(), descriptors(collator)) == before
-        gc.collect()
-        before_processes = descriptors()
-        for _ in range(4):
-            loader = make_loader(Lengths(LENGTHS), num_workers=0)
-            leave_by_break(loader)
-            loader.close()
-        gc.collect()
-        assert descriptors() <= before_processes
-
-
-class SlowAfter(Lengths):
-    """Takes a minute for each sample after the first ones."""
-
-    def __init__(self, lengths: list[int], first: int) -> None:
-        super().__init__(lengths)
-        self.first = first
-
-    def __getitem__(self, index: int) -> Any:
-        if index >= self.first:
-            time.sleep(60)
-        return super().__getitem__(index)
-
-
-SCRIPT = """
-import itertools
-import torch
-from odb_lightning import ODBDataLoader
-from tests.loader_data import Lengths, plain_list
-
-class ThreeTensors(Lengths):
-    def __getitem__(self, index):
-        ids = torch.full((4,), index)
-        return {"input_ids": ids, "labels": ids + 1, "attention_mask": ids > 0, "more": [ids.clone()]}
-
-if __name__ == "__main__":
-    loader = ODBDataLoader(ThreeTensors([4] * 2000), l_max=64, collate_fn=plain_list, num_supervised_fn=len, buffer_size=512, num_workers=2)
-    assert sorted(itertools.chain.from_iterable(batch.step.sample_ids for batch in loader)) == list(range(2000))
-    left = iter(loader)
-    kept = [next(left) for _ in range(3)]
-    print("reached the end")
-"""
-
-
-def test_few_descriptors_suffice_and_the_interpreter_ends_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    """256 descriptors with 512 samples of four tensors in the window, and as many in messages."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = ["bash", "-c", f"ulimit -n 256 && exec {sys.executable} {script}"]
-    result = run_command(command, cwd=tmp_path, seconds=60, environment={"PYTHONPATH": str(ROOT)})
-    assert result.status == 0, result.output
-    assert result.output.strip() == "reached the end"
-
-
 class TestStartMethods:
     """Slow: each process of these imports torch."""
 
@@ -368,7 +225,7 @@ class TestStartMethods:
         with pytest.raises(TypeError, match=r'dataset=.*multiprocessing_context="fork"') as caught:
             next(iter(loader))
         assert len(str(caught.value)) < 2000, "not the whole data set"
-        with pytest.raises(TypeError, match="collate_fn=.*<lambda>"):
+        with pytest.raises(TypeError, match=r"collate_fn=.*<lambda>"):
             next(iter(make_loader(Lengths(LENGTHS), collate_fn=lambda samples: 1, multiprocessing_context="forkserver")))
 
     @pytest.mark.slow
@@ -403,7 +260,9 @@ def contents(loader: ODBDataLoader) -> list[Any]:
 def test_errors_that_cant_be_pickled_are_told_all_the_same() -> None:
     with pytest.raises(UserError):
         raise_in_the_users_code(3)
-    assert "UserError: bad sample 3" in failure_of(make_loader(Fails(LENGTHS, at=3), collate_fn=plain_list, num_supervised_fn=len))
+    assert "UserError: bad sample 3" in failure_of(
+        make_loader(Fails(LENGTHS, at=3), collate_fn=plain_list, num_supervised_fn=len)
+    )
 
 
 def test_processes_that_died_between_epochs_are_started_again() -> None:

@@ -8,32 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+
+from odb_lightning import IDLE_DATA, ODBBatch, ODBDataLoader
 from tests.loader_data import (
     Augmented,
     Counted,
     Lengths,
     Stored,
-    collate,
     collate_augmented,
     collate_in_place,
     collate_with_meta,
+    epoch_of,
     lognormal_lengths,
+    make_loader,
     plain_list,
 )
 from tests.loader_processes import no_process_is_left  # noqa: F401  (a fixture)
 
-from odb_lightning import IDLE_DATA, ODBBatch, ODBDataLoader
-
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_process_is_left")]
-
-
-def make_loader(dataset: Any, l_max: int = 64, **options: Any) -> ODBDataLoader:
-    defaults: dict[str, Any] = {"collate_fn": collate, "buffer_size": 32, "num_workers": 1, "multiprocessing_context": "fork"}
-    return ODBDataLoader(dataset, l_max=l_max, **(defaults | options))
-
-
-def epoch_of(loader: ODBDataLoader) -> list[tuple[int, int, tuple[Any, ...]]]:
-    return [(batch.step.epoch, batch.step.step, batch.step.sample_ids) for batch in loader]
 
 
 @pytest.mark.parametrize(
@@ -93,14 +85,20 @@ class TestDeterminism:
             ]
 
     def loader(self, **options: Any) -> ODBDataLoader:
-        return make_loader(Augmented(lognormal_lengths(90, longest=50)), **({"collate_fn": collate_augmented, "seed": 5} | options))
+        return make_loader(
+            Augmented(lognormal_lengths(90, longest=50)), **({"collate_fn": collate_augmented, "seed": 5} | options)
+        )
 
     @pytest.mark.filterwarnings("ignore:This DataLoader will create")
     def test_workers_prefetch_and_process_lifetime_do_not_change_a_batch(self) -> None:
         expected = self.contents(self.loader(num_workers=0))
         assert len({tuple(row) for batch in expected for row in batch[2]}) == 180, "each draws anew in each epoch"
         assert len({tuple(batch[3]) for batch in expected}) == len(expected)
-        for options in ({"num_workers": 1}, {"num_workers": 3, "prefetch_factor": 1}, {"num_workers": 2, "persistent_workers": False}):
+        for options in (
+            {"num_workers": 1},
+            {"num_workers": 3, "prefetch_factor": 1},
+            {"num_workers": 2, "persistent_workers": False},
+        ):
             assert self.contents(self.loader(**options)) == expected, options
 
     def test_the_random_state_of_training_is_neither_used_nor_altered(self) -> None:
@@ -123,105 +121,15 @@ class TestDeterminism:
         assert epochs[0] == epochs[1]
 
 
-class TestEpochs:
-    def test_each_pass_is_the_next_epoch_with_an_order_of_its_own(self) -> None:
-        with make_loader(Lengths([4] * 40)) as loader:
-            epochs = [epoch_of(loader) for _ in range(3)]
-        assert [{step[0] for step in epoch} for epoch in epochs] == [{0}, {1}, {2}]
-        assert len({tuple(step[2] for step in epoch) for epoch in epochs}) == 3
-
-    def test_iter_before_a_batch_was_taken_restarts_the_same_epoch(self) -> None:
-        with make_loader(Lengths([4] * 40)) as loader:
-            iter(loader)
-            abandoned = iter(loader)
-            assert {step[0] for step in epoch_of(loader)} == {0}
-            assert next(abandoned, None) is None, "an abandoned pass gives nothing any more"
-
-    def test_after_a_break_a_new_epoch_begins(self) -> None:
-        with make_loader(Lengths([4] * 40)) as loader:
-            for batch in loader:
-                assert batch.step.epoch == 0
-                break
-            for batch in loader:
-                assert (batch.step.epoch, batch.step.step) == (1, 0)
-                break
-            assert {step[0] for step in epoch_of(loader)} == {2}
-
-    def test_a_second_pass_ends_the_first(self) -> None:
-        with make_loader(Lengths([4] * 40)) as loader:
-            first = iter(loader)
-            next(first)
-            second = iter(loader)
-            assert next(second).step.epoch == 1
-            assert next(first, None) is None
-            rest = list(second)
-            assert {batch.step.epoch for batch in rest} == {1}
-            assert [batch.step.step for batch in rest] == list(range(1, len(rest) + 1))
-
-    def test_set_epoch_names_the_next_pass_and_the_ones_after_follow(self) -> None:
-        with make_loader(Lengths([4] * 40)) as loader:
-            zero = epoch_of(loader)
-            loader.set_epoch(7)
-            seven, eight = epoch_of(loader), epoch_of(loader)
-            loader.set_epoch(0)
-            assert epoch_of(loader) == zero
-            loader.set_epoch(7)
-            assert epoch_of(loader) == seven
-        assert {step[0] for step in seven} == {7}
-        assert {step[0] for step in eight} == {8}
-
-    def test_an_epoch_does_not_depend_on_those_before_it(self) -> None:
-        with make_loader(Augmented([5] * 40), collate_fn=collate_augmented) as loader:
-            list(loader)
-            after = [batch.data["drawn"] for batch in loader]
-        with make_loader(Augmented([5] * 40), collate_fn=collate_augmented) as fresh:
-            fresh.set_epoch(1)
-            assert [batch.data["drawn"] for batch in fresh] == after
-
-    def test_workers_and_collate_process_are_kept_over_epochs(self) -> None:
-        with make_loader(Lengths([4] * 40), num_workers=2) as loader:
-            pids = [self.pids(loader) for _ in range(3)]
-            assert pids[0] == pids[1] == pids[2]
-            assert (len(pids[0][0]), len(pids[0][1])) == (2, 1)
-
-    def test_processes_that_are_not_persistent_are_new_in_each_epoch(self) -> None:
-        with make_loader(Lengths([4] * 40), persistent_workers=False) as loader:
-            first, second = self.pids(loader), self.pids(loader)
-        assert not first[0] & second[0]
-        assert not first[1] & second[1]
-
-    @staticmethod
-    def pids(loader: ODBDataLoader) -> tuple[set[int], set[int]]:
-        batches = list(loader)
-        return {pid for batch in batches for pid in batch.data["pids"]}, {batch.data["collate_pid"] for batch in batches}
-
-    def test_a_closed_loader_can_be_iterated_again(self) -> None:
-        loader = make_loader(Lengths([4] * 40))
-        first = epoch_of(loader)
-        loader.close()
-        loader.close()
-        assert {step[0] for step in epoch_of(loader)} == {1}
-        loader.close()
-        loader.set_epoch(0)
-        assert epoch_of(loader) == first
-        loader.close()
-
-    def test_two_loaders_can_be_used_in_turns(self) -> None:
-        with make_loader(Lengths([4] * 40)) as train, make_loader(Lengths([4] * 40), shuffle=False) as val:
-            alone = epoch_of(train)
-            train.set_epoch(0)
-            interleaved = []
-            for batch in train:
-                interleaved.append((batch.step.epoch, batch.step.step, batch.step.sample_ids))
-                assert [step[2][0] for step in epoch_of(val)]
-            assert interleaved == alone
-
-
 class TestSampler:
     def test_ids_of_any_kind_reach_the_data_set_and_come_back(self) -> None:
         dataset = {"a": {"input_ids": [1]}, ("b", 2): {"input_ids": [1, 2]}, 3: {"input_ids": [1, 2, 3]}}
         with make_loader(dataset, sampler=list(dataset), collate_fn=plain_list, num_supervised_fn=len) as loader:
-            seen = {index: len(row["input_ids"]) for batch in loader for index, row in zip(batch.step.sample_ids, batch.data, strict=True)}
+            seen = {
+                index: len(row["input_ids"])
+                for batch in loader
+                for index, row in zip(batch.step.sample_ids, batch.data, strict=True)
+            }
         assert seen == {"a": 1, ("b", 2): 2, 3: 3}
 
     def test_views_may_repeat(self) -> None:
@@ -255,7 +163,10 @@ class TestPolicies:
         assert loader.stats.over_budget == 0
 
     def test_a_budget_exactly_met_is_not_over_it(self) -> None:
-        with make_loader(Lengths([513, 10, 10, 512]), l_max=512, shuffle=False) as loader, pytest.warns(UserWarning, match=r"dataset\[0\]"):
+        with (
+            make_loader(Lengths([513, 10, 10, 512]), l_max=512, shuffle=False) as loader,
+            pytest.warns(UserWarning, match=r"dataset\[0\]"),
+        ):
             steps = epoch_of(loader)
         assert {step[2] for step in steps} >= {(0,), (3,)}
         assert loader.stats.over_budget == 1
@@ -291,7 +202,9 @@ def test_windows_know_their_sums_from_their_first_step(accumulate: int, count: i
             assert len(steps) == count
             for start in range(0, count, accumulate):
                 window = steps[start : start + accumulate]
-                assert {step.window_num_tokens_supervised for step in window} == {sum(step.num_tokens_supervised for step in window)}
+                assert {step.window_num_tokens_supervised for step in window} == {
+                    sum(step.num_tokens_supervised for step in window)
+                }
                 assert {step.window_num_samples for step in window} == {sum(step.num_samples for step in window)}
                 assert {step.accumulate for step in window} == {accumulate}
                 shares = sum(step.loss_multiplier() for step in window) / accumulate
@@ -356,7 +269,9 @@ class TestBatches:
                 assert batch.data["input_ids"].is_pinned() == torch.cuda.is_available()
 
     def test_samples_of_a_megabyte(self) -> None:
-        with make_loader(Large(24, 2**18), collate_fn=plain_list, num_supervised_fn=len, l_max=80, num_workers=2, buffer_size=8) as loader:
+        with make_loader(
+            Large(24, 2**18), collate_fn=plain_list, num_supervised_fn=len, l_max=80, num_workers=2, buffer_size=8
+        ) as loader:
             for batch in loader:
                 for index, sample in zip(batch.step.sample_ids, batch.data, strict=True):
                     assert sample["pixels"].shape == (2**18,)

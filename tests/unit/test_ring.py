@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -82,9 +83,11 @@ def send_when_possible(
 
 
 def check_no_overlap(live: deque[Live], size: int) -> None:
-    spans = sorted((message.start, message.start + message.extent) for message in live if message.start is not None and message.extent)
-    assert all(0 <= start and end <= size for start, end in spans)
-    assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False)), spans
+    spans = sorted(
+        (message.start, message.start + message.extent) for message in live if message.start is not None and message.extent
+    )
+    assert all(start >= 0 and end <= size for start, end in spans)
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans)), spans
 
 
 messages = st.lists(st.sampled_from([0, 1, 63, 64, 65, 200, 500, 900]) | st.integers(0, 1300), max_size=4)
@@ -151,7 +154,11 @@ class _Spy:
 
 def test_messages_larger_than_pipe_and_memory_arrive_whole() -> None:
     sent = [
-        {"x": torch.randn(300_000), "rows": [torch.arange(50_000), np.arange(40_000.0)], "empty": [torch.zeros(0, 3), np.zeros((0, 2))]},
+        {
+            "x": torch.randn(300_000),
+            "rows": [torch.arange(50_000), np.arange(40_000.0)],
+            "empty": [torch.zeros(0, 3), np.zeros((0, 2))],
+        },
         {"x": torch.zeros(3)},
         {"x": torch.ones(1_000_000, dtype=torch.bfloat16)},
     ]

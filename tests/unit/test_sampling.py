@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +24,7 @@ def test_every_sample_on_exactly_one_rank_and_shards_differ_by_one_at_most(
     num_samples: int, world_size: int, epoch: int, shuffle: bool, seed: int
 ) -> None:
     dealt = shards(num_samples, world_size, epoch, shuffle=shuffle, seed=seed)
-    assert sorted(sum(dealt, [])) == list(range(num_samples))
+    assert sorted(list(itertools.chain.from_iterable(dealt))) == list(range(num_samples))
     sizes = [len(shard) for shard in dealt]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == [len(ShardedSampler(num_samples, rank=rank, world_size=world_size)) for rank in range(world_size)]
