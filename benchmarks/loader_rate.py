@@ -108,10 +108,9 @@ def main() -> None:
         dataset = Synthetic(options.num_samples, cv)
         for num_workers in options.workers:
             where = (dataset, num_workers, rank, world_size)
-            turns = [
-                (samples_per_second(plain_batches(*where)), samples_per_second(odb_batches(*where)))
-                for _ in range(options.turns)
-            ]
+            turns = []
+            for _ in range(options.turns):
+                turns.append((samples_per_second(plain_batches(*where)), samples_per_second(odb_batches(*where))))
             plain, odb = ([turn[index][0] for turn in turns] for index in (0, 1))
             ratios = [mine / theirs for theirs, mine in zip(plain, odb, strict=True)]
             padding = f"{turns[0][0][1]:.1%} -> {turns[0][1][1]:.1%}"

@@ -146,7 +146,7 @@ class TestPolicies:
         with pytest.warns(UserWarning) as caught, loader:
             epochs = [epoch_of(loader) for _ in range(2)]
         assert sorted(str(w.message).split(" ")[0] for w in caught) == ["dataset[1]", "dataset[2]"], "once for each kind"
-        assert all("test_loader_single" in w.filename for w in caught), "the warning points at the user's line"
+        assert all("/tests/" in w.filename for w in caught), "the warning points at the user's line"
         for epoch in epochs:
             assert sorted(index for step in epoch for index in step[2]) == [0, 2, 3, 4, 7]
             assert {step[2] for step in epoch} >= {(2,), (3,), (7,)}
