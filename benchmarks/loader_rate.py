@@ -115,11 +115,10 @@ def main() -> None:
             ratios = [mine / theirs for theirs, mine in zip(plain, odb, strict=True)]
             padding = f"{turns[0][0][1]:.1%} -> {turns[0][1][1]:.1%}"
             if rank == 0:
-                print(
-                    f"| {world_size} | {num_workers} | {cv} | {statistics.median(plain):,.0f} | {statistics.median(odb):,.0f} | "
-                    f"{', '.join(f'{ratio:.2f}' for ratio in ratios)} | **{statistics.median(ratios):.2f}** | {padding} |",
-                    flush=True,
-                )
+                rates = f"{statistics.median(plain):,.0f} | {statistics.median(odb):,.0f}"
+                each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+                median = f"**{statistics.median(ratios):.2f}**"
+                print(f"| {world_size} | {num_workers} | {cv} | {rates} | {each} | {median} | {padding} |", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
