@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import run_command
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 
 import torch
@@ -32,7 +32,7 @@ def collate(samples):
 if __name__ == "__main__":
     with ODBDataLoader(Samples(), l_max=40, collate_fn=collate, num_workers=0, multiprocessing_context=sys.argv[1]) as loader:
         print("SEEN", sum(batch.step.num_samples for batch in loader))
-'''
+"""
 
 
 @pytest.mark.distributed
