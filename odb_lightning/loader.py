@@ -241,7 +241,7 @@ class ODBDataLoader:
             store=store_address(self._store, rank, world_size),
         )
         if self._process is not None and not self._process.is_alive:
-            warnings.warn("the loader's processes have ended since the last epoch; they are started again", stacklevel=4)
+            warnings.warn("the loader's processes have ended since the last epoch; they are started again", stacklevel=3)
             self._end_process()
         if self._process is None:
             settings = LoaderSettings(rank=rank, world_size=world_size, **self._options)
