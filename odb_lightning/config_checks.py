@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,6 +16,8 @@ from odb_lightning.callbacks.figures import METRICS
 
 _MISSING = object()
 _START_METHODS = ("fork", "forkserver", "spawn")
+_ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", 32, 64, 16, "32", "64", "16", "bf16")
 
 
 class ConfigError(CompactHydraException, ValueError):
@@ -39,17 +43,33 @@ def validate_config(cfg: DictConfig) -> None:
         ("seed", 0, False),
         ("checkpoint.every_n_steps", 1, True),
         ("trainer.accumulate_grad_batches", 1, False),
+        ("trainer.num_nodes", 1, False),
+        ("trainer.max_epochs", -1, True),
+        ("trainer.max_steps", -1, False),
     ):
         at_least(key, lowest, nullable)
+    for key, low, high in (
+        ("optim.lr", 0.0, None),
+        ("optim.weight_decay", 0.0, None),
+        ("optim.warmup_share", 0.0, 1.0),
+        ("optim.min_lr_ratio", 0.0, 1.0),
+        ("data.val_fraction", 0.0, 1.0),
+        ("trainer.gradient_clip_val", 0.0, None),
+    ):
+        _check_number(cfg, key, low, high)
     one_of("odb.mode", ("join",))
     one_of("odb.oversize", ("emit", "drop", "error"))
     one_of("odb.empty", ("drop", "error"))
     one_of("odb.multiprocessing_context", (None, *_START_METHODS))
     one_of("loader", ("odb", "fixed"))
+    one_of("trainer.accelerator", _ACCELERATORS)
+    one_of("trainer.precision", _PRECISIONS)
     for key in ("validate", "audit"):
         one_of(key, (True, False))
     one_of("optimized_metric", (None, *METRICS))
     _check_devices(cfg)
+    _check_precision(cfg)
+    _check_limit(cfg)
     _check_loss_scaling(cfg)
     _check_files(cfg)
 
@@ -89,6 +109,42 @@ def _check_devices(cfg: DictConfig) -> None:
     if not (counted or devices == "auto" or OmegaConf.is_list(devices) or (isinstance(devices, str) and devices[:1].isdigit())):
         raise ConfigError(f"trainer.devices={devices} cannot be used: give a number of devices, a list of them, or auto")
 
+    if (
+        str(cfg.strategy._target_).endswith("SingleDeviceStrategy")
+        and devices not in ("auto", 1, "1")
+        and not (OmegaConf.is_list(devices) and len(devices) == 1)
+    ):
+        raise ConfigError(
+            f"trainer.devices={devices} cannot be used with strategy=odb, which is for one device: strategy=odb_ddp"
+        )
+
+
+def _check_number(cfg: DictConfig, key: str, lowest: float, highest: float | None) -> None:
+    value = _value(cfg, key)
+    if value is _MISSING or value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not lowest <= value <= (math.inf if highest is None else highest):
+        wanted = f"a number of at least {lowest:g}" + ("" if highest is None else f" and at most {highest:g}")
+        raise ConfigError(f"{key}={value} cannot be used: give {wanted}")
+
+
+def _check_precision(cfg: DictConfig) -> None:
+    precision, accelerator = str(cfg.trainer.precision), cfg.trainer.accelerator
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
+    if precision.startswith("16") and on_cpu:
+        raise ConfigError(f"trainer.precision={precision} cannot be used on a CPU: choose bf16-mixed, bf16-true or 32-true")
+
+
+def _check_limit(cfg: DictConfig) -> None:
+    limit = _value(cfg, "trainer.limit_train_batches")
+    is_count = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0
+    if not (limit in (_MISSING, None) or is_count or limit == 1.0):
+        raise ConfigError(
+            f"trainer.limit_train_batches={limit} cannot be used: give a number of steps; a share is of a number of steps that "
+            "is not known (data.limit takes a number of samples)"
+        )
+
 
 def _check_loss_scaling(cfg: DictConfig) -> None:
     if cfg.loader == "fixed" and OmegaConf.select(cfg, "strategy.loss_scaling", default="none") != "none":
@@ -103,6 +159,10 @@ def _check_files(cfg: DictConfig) -> None:
         path = _value(cfg, key)
         if path is not _MISSING and path is not None and not Path(str(path)).exists():
             raise ConfigError(f"{key}={path} cannot be used: there is no such file")
+    tokenizer = _value(cfg, "data.tokenizer")
+    is_path = isinstance(tokenizer, str) and (tokenizer.endswith(".json") or tokenizer.startswith((".", "/")))
+    if is_path and not Path(tokenizer).exists():
+        raise ConfigError(f"data.tokenizer={tokenizer} cannot be used: there is no such file or folder")
     ckpt_path = _value(cfg, "ckpt_path")
     if ckpt_path == "last":
         newest_checkpoint(cfg)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import re
 import signal
@@ -264,15 +263,3 @@ def test_errors_that_cant_be_pickled_are_told_all_the_same() -> None:
     assert "UserError: bad sample 3" in failure_of(
         make_loader(Fails(LENGTHS, at=3), collate_fn=plain_list, num_supervised_fn=len)
     )
-
-
-def test_processes_that_died_between_epochs_are_started_again() -> None:
-    """Nothing was under way, so nothing is lost; the user is told."""
-    with make_loader(Lengths(LENGTHS), num_workers=1) as loader:
-        first = [batch.step.sample_ids for batch in loader]
-        process = next(child for child in multiprocessing.active_children() if child.name == "odb-collate")
-        process.kill()
-        process.join(10)
-        loader.set_epoch(0)
-        with pytest.warns(UserWarning, match="have ended since the last epoch"):
-            assert [batch.step.sample_ids for batch in loader] == first
