@@ -97,6 +97,8 @@ class ODBDataModule(_NeedsODBStrategy):
         """
         if not isinstance(existing, LightningDataModule):
             raise TypeError(f"existing has to be a LightningDataModule, got {type(existing).__name__}")
+        if isinstance(existing, _NeedsODBStrategy):
+            raise TypeError(f"existing is a {type(existing).__name__}: its loaders are ODB loaders already")
         original = type(existing)
 
         def train_dataloader(self: Any) -> Any:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any, Protocol, TypedDict
 
-IGNORED = -100
+from odb_lightning.runtime.counting import IGNORE_INDEX
+
 IM_START, IM_END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 HF_MEND = "install the extra: pip install 'odb-lightning[hf]'"
 
@@ -48,7 +49,7 @@ def encode_chat(tokenizer: ChatTokenizer, conversation: Sequence[Message], cutof
     labels: list[int] = []
     for ids, supervised in tokenizer.segments(conversation):
         input_ids += ids
-        labels += ids if supervised else [IGNORED] * len(ids)
+        labels += ids if supervised else [IGNORE_INDEX] * len(ids)
         if cutoff is not None and len(input_ids) >= cutoff:
             break
     return input_ids[:cutoff], labels[:cutoff]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from odb_lightning.data.chat import IGNORED
+from odb_lightning.runtime.counting import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PadCollator:
             width += -width % self.pad_to_multiple_of
         shape = (len(samples), width)
         input_ids = torch.full(shape, self.pad_id, dtype=torch.int64)
-        labels = torch.full(shape, IGNORED, dtype=torch.int64)
+        labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
         attention_mask = torch.zeros(shape, dtype=torch.int64)
         for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
             input_ids[row, :length] = sample["input_ids"]

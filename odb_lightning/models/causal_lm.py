@@ -14,9 +14,7 @@ from torch.optim import Optimizer
 from odb_lightning.models.build import build_causal_lm
 from odb_lightning.models.schedule import SampleClock, cosine_factor
 from odb_lightning.models.token_mean import TokenMean
-
-IGNORED = -100
-"""Label of a position without a target."""
+from odb_lightning.runtime.counting import IGNORE_INDEX
 
 
 class CausalLM(LightningModule):
@@ -88,7 +86,7 @@ class CausalLM(LightningModule):
         """Logits (targets, vocabulary) and targets. Only these rows are copied and turned into float32, not the prompts'."""
         logits = self(batch["input_ids"], batch["attention_mask"])
         targets = batch["labels"][:, 1:]
-        is_target = targets != IGNORED
+        is_target = targets != IGNORE_INDEX
         return logits[:, :-1][is_target], targets[is_target]
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:

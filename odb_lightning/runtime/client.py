@@ -52,6 +52,8 @@ class CollateProcess:
             self._process.start()
         except Exception as error:
             self._close_connections()
+            if multiprocessing.current_process().daemon:
+                raise RuntimeError("a loader can't be iterated in a daemonic process: those may not have children") from error
             culprit = _name_unpicklable(settings)
             if culprit is None:
                 raise

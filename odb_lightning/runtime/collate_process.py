@@ -75,14 +75,15 @@ class _CollateProcess:
         rank = self._settings.rank
         exchange: Exchange = SoloExchange()
         try:
+            if request.store is not None:
+                exchange = GlooExchange(request.store, rank, self._settings.world_size, self._settings.timeouts)
             if self._fetcher is None:
                 self._fetcher = Fetcher(self._settings)
             run = EpochRun(self._settings, request, self._fetcher, self._sender, self._counter, self._stand_in)
-            if request.store is not None:
-                # The workers exist by now: forked later, they would keep the group's sockets open after this process died.
-                exchange = gloo = GlooExchange(request.store, rank, self._settings.world_size, self._settings.timeouts)
-                gloo.meet()
-                self._check_knobs(gloo, request)
+            # The workers exist by now: forked later, they would keep the group's sockets open after this process died.
+            if isinstance(exchange, GlooExchange):
+                exchange.meet()
+                self._check_knobs(exchange, request)
             run.run(exchange)
         except RaisedFailure as error:
             self._report(error.failure.describe(rank))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 IGNORE_INDEX = -100
+"""The label of a position without a target."""
 
 NumSupervised = Literal["causal", "unshifted"] | Callable[[Any], float]
 _RULES = ("causal", "unshifted")

@@ -25,7 +25,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, where: str, sample_id: Hashable = None) -> Failure:
-        """The exception being handled. Keeps a Failure that a SampleError already carries."""
+        """The exception being handled. Keeps the one that a RaisedFailure carries."""
         if isinstance(error, RaisedFailure):
             return error.failure
         text = "".join(traceback.format_exception_only(type(error), error)).strip()

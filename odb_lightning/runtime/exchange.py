@@ -102,17 +102,24 @@ class GlooExchange:
         self._beats_seen: list[bytes | None] = []
 
     def meet(self) -> None:
-        """Forms the group with the peers' collate processes."""
-        try:
-            self._group = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, timedelta(seconds=self._setup))
-        except RuntimeError as error:
-            if _WORKER_DIED in str(error):
-                raise  # torch's signal handler: this rank's own failure
-            peers = f"{self.world_size - 1} peers within Timeouts(setup={self._setup:.0f}) seconds"
-            raise self.peer_failure(
-                f"before the group was formed: it did not meet its {peers}. Does every rank iterate over the same loaders in "
-                f"the same order? ({str(error).splitlines()[0]})"
-            ) from error
+        """Forms the group with the peers' collate processes. Raises PeerFailure if one failed before, or does not come."""
+        self._store.set(f"ready/{self.rank}", "1")
+        everyone = [f"ready/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + self._setup
+        while not self._store.check(everyone):
+            failure = self._published_failure()
+            if failure is not None:
+                raise failure
+            if time.monotonic() > deadline:
+                missing = [rank for rank in range(self.world_size) if not self._store.check([f"ready/{rank}"])]
+                raise PeerFailure(
+                    f"rank {self.rank} did not meet rank {', '.join(map(str, missing))} within "
+                    f"Timeouts(setup={self._setup:.0f}) seconds: every rank has to iterate over the same loaders in "
+                    "the same order"
+                )
+            time.sleep(_LONGEST_PAUSE_SECONDS)
+        limit = timedelta(seconds=self._setup)
+        self._group = self._or_peer_failure(lambda: dist.ProcessGroupGloo(self._store, self.rank, self.world_size, limit))
 
     def beat(self) -> None:
         """Tells the peers that this rank waits for its own training process, so that they are patient with it."""
@@ -197,13 +204,19 @@ class GlooExchange:
         lost = f"lost a peer's collate process {circumstances}; the rank that ended first tells why"
         try:
             while time.monotonic() < deadline:
-                for rank in range(self.world_size):
-                    if rank != self.rank and self._store.check([f"failure/{rank}"]):
-                        return PeerFailure(self._store.get(f"failure/{rank}").decode())
-                time.sleep(0.05)
+                failure = self._published_failure()
+                if failure is not None:
+                    return failure
+                time.sleep(_LONGEST_PAUSE_SECONDS)
         except RuntimeError:
             lost += " (the store of the job is gone, too)"
         return PeerFailure(f"rank {self.rank} {lost}")
+
+    def _published_failure(self) -> PeerFailure | None:
+        for rank in range(self.world_size):
+            if rank != self.rank and self._store.check([f"failure/{rank}"]):
+                return PeerFailure(self._store.get(f"failure/{rank}").decode())
+        return None
 
     def close(self) -> None:
         self._group = None

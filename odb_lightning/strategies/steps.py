@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -62,6 +63,8 @@ class ODBStrategyMixin(Strategy):
                 max_steps=limit if is_training and isinstance(limit, int) else None,
             )
             self._odb_loaders.add(loader)
+            if is_training:
+                self._warn_of_a_restarted_epoch()
         elif is_training and self.loss_scaling != "none":
             raise ValueError(
                 f"{type(self).__name__} scales the loss by counts that only an ODBDataLoader brings, but the training loader "
@@ -69,6 +72,14 @@ class ODBStrategyMixin(Strategy):
                 'loss_scaling="none"'
             )
         return unwrapping(loader, (lambda: trainer.current_epoch) if is_training else lambda: 0)
+
+    def _warn_of_a_restarted_epoch(self) -> None:
+        epochs = self._trainer.fit_loop.epoch_progress.current
+        if epochs.started > epochs.processed:
+            rank_zero_warn(
+                f"the checkpoint lies inside epoch {epochs.processed}, and where in it is not kept yet: the epoch is trained "
+                "from its beginning, so its first samples are trained once more. A checkpoint at the end of an epoch is exact."
+            )
 
     @property
     def data_parallel_rank(self) -> int:
@@ -133,7 +144,9 @@ class ODBStrategyMixin(Strategy):
         return self._evaluation_step(super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step(super().predict_step, *args, **kwargs)
+        """The user's predictions; None for an idle step."""
+        predictions = self._evaluation_step(super().predict_step, *args, **kwargs)
+        return None if self.val_step_info is not None and self.val_step_info.is_idle else predictions
 
     def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         info = self.val_step_info
