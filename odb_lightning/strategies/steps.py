@@ -71,7 +71,11 @@ class ODBStrategyMixin(Strategy):
                 f"is a {type(dataloader).__name__}: use ODBDataLoader.from_dataloader(loader, l_max=...), or ODBDataModule, or "
                 'loss_scaling="none"'
             )
-        return unwrapping(loader, (lambda: trainer.current_epoch) if is_training else lambda: 0)
+        return unwrapping(loader, self._epoch_in_training if is_training else lambda: 0)
+
+    def _epoch_in_training(self) -> int:
+        # trainer.current_epoch is set only after the first batch of a resumed run was drawn.
+        return int(self._trainer.fit_loop.epoch_progress.current.processed)
 
     def _warn_of_a_restarted_epoch(self) -> None:
         epochs = self._trainer.fit_loop.epoch_progress.current
