@@ -18,6 +18,8 @@ _FAILURE_GRACE_SECONDS = 2.0
 _SHORTEST_PAUSE_SECONDS = 50e-6
 _LONGEST_PAUSE_SECONDS = 5e-3
 _BEAT_SECONDS = 1.0
+_NO_LIMIT = timedelta(days=365)
+"""Of Gloo's own; `_wait` has the limit."""
 _WORKER_DIED = "DataLoader worker"
 """In the RuntimeError that torch's signal handler raises wherever the main thread is."""
 
@@ -154,14 +156,14 @@ class GlooExchange:
     def _all_reduce(self, tensor: torch.Tensor, operation: Any) -> list[Any]:
         options = dist.AllreduceOptions()
         options.reduceOp = operation
-        options.timeout = timedelta(seconds=self._timeout)
+        options.timeout = _NO_LIMIT
         self._wait(lambda: self._group.allreduce([tensor], options))
         return tensor.tolist()
 
     def broadcast(self, payload: bytes | None, source: int) -> bytes:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        options.timeout = timedelta(seconds=self._timeout)
+        options.timeout = _NO_LIMIT
         size = torch.tensor([len(payload or b"")])
         self._wait(lambda: self._group.broadcast([size], options))
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(int(size), dtype=torch.uint8)
