@@ -49,6 +49,7 @@ def run_command(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_hear_interrupts,
         )
     try:
         if interrupt_after is not None:
@@ -67,6 +68,11 @@ def run_command(
         end_group(process.pid, at_once=True)
         pytest.fail(f"left processes behind: {' '.join(command)}\n{log.read_text()[-4000:]}")
     return CommandResult(status, log.read_text(), took)
+
+
+def _hear_interrupts() -> None:
+    # A shell that runs the tests in the background leaves Ctrl-C ignored, and that is inherited.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def odb_train(
