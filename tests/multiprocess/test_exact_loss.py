@@ -68,6 +68,8 @@ def test_the_cases_hold_what_they_are_named_for(fits: Any) -> None:
     short = results["k=4, short last window"][0]
     assert len([step for step in short["steps"] if step[0] == 0]) % 4 != 0
     assert all(results["a rank that never had a sample"][0]["idle"])
+    eight, two = results["eight full batches against two"]
+    assert (len(eight["steps"]), len(two["steps"]), sum(eight["idle"]), sum(two["idle"])) == (8, 8, 0, 6)
     assert results["k=3"][0]["zero_stage"] == (None if strategy == "ddp" else int(strategy[-1]))
 
 

@@ -243,6 +243,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a window without targets": {"shards": [[5], [6]], "max_epochs": 2},
     "windows with and without targets": {"shards": [[5, 0, 13], [6, 10]], "max_epochs": 2},
     "clipped": {"shards": [[0, 1, 2, 3], [10]], "clip": 0.1, "accumulate": 2},
+    "eight full batches against two": {"shards": [[0, 4, 10, 13, 0, 4, 10, 13], [0, 13]]},
     "a rank that never had a sample": {"shards": [[], [0, 1, 2]]},
     "limit inside a window": {"shards": [[0, 1, 2, 3, 4, 8, 9], [10, 7, 12]], "accumulate": 3, "limit": 5, "max_epochs": 2},
 }
