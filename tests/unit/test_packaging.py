@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("wheel")
+
 REPOSITORY = Path(__file__).parents[2]
 MAPPED = {"conf": "odb_lightning/conf", "recipes": "odb_lightning/recipes", "odb_lightning": "odb_lightning"}
 
