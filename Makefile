@@ -20,8 +20,8 @@ test: $(VENV)/.test-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	# Two at a time: much of a test that starts ranks is one process importing while the others wait.
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+	# Two files at a time: much of a test that starts ranks is one process importing while the others wait.
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

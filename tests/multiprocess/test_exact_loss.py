@@ -16,7 +16,7 @@ ROUNDING = 2e-6  # float32 parameters against a float64 reference, a few updates
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in STRATEGIES])
+@pytest.fixture(scope="module", params=STRATEGIES)
 def fits(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[str, list[dict[str, Any]]]]:

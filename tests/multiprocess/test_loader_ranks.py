@@ -14,7 +14,7 @@ from tests.multiprocess import loader_cases
 from tests.multiprocess.loader_cases import FORMS, Form, guarded
 from tests.multiprocess.ranks import run_ranks
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150), pytest.mark.xdist_group("loader ranks")]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
 
 RANKS = [1, 2, 4]
 NOTICED_SECONDS = 15.0

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("wheel")
-
 REPOSITORY = Path(__file__).parents[2]
 MAPPED = {"conf": "odb_lightning/conf", "recipes": "odb_lightning/recipes", "odb_lightning": "odb_lightning"}
 

@@ -11,8 +11,6 @@ import pytest
 from odb_lightning.data import read_stdlib, split_by_file
 from odb_lightning.data.stdlib import EXCLUDED_FOLDERS
 
-pytestmark = pytest.mark.xdist_group("standard library")
-
 SOURCE = '''
 class Shape:
     """A shape.
