@@ -17,7 +17,7 @@ from tests.multiprocess.ranks import run_ranks
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
 
 RANKS = [1, 2, 4]
-NOTICED_SECONDS = 15.0
+NOTICED_SECONDS = 30.0
 """Within which every rank has to know of a failure of any (the loaders' own time limits are 20 s and more)."""
 
 ALL = [[f"form {name}", "run_form", {"name": name}] for name in FORMS] + [
