@@ -18,6 +18,7 @@ _FAILURE_GRACE_SECONDS = 2.0
 _SHORTEST_PAUSE_SECONDS = 50e-6
 _LONGEST_PAUSE_SECONDS = 5e-3
 _BEAT_SECONDS = 1.0
+_FORM_SECONDS = 60.0
 _NO_LIMIT = timedelta(days=365)
 """Of Gloo's own; `_wait` has the limit."""
 _WORKER_DIED = "DataLoader worker"
@@ -120,7 +121,8 @@ class GlooExchange:
                     "the same order"
                 )
             time.sleep(_LONGEST_PAUSE_SECONDS)
-        limit = timedelta(seconds=self._setup)
+        # All are there, so this takes no time; short, as it can't be interrupted if a peer fails just now.
+        limit = timedelta(seconds=min(self._setup, _FORM_SECONDS))
         self._group = self._or_peer_failure(lambda: dist.ProcessGroupGloo(self._store, self.rank, self.world_size, limit))
 
     def beat(self) -> None:

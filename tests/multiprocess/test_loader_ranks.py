@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
 
 RANKS = [1, 2, 4]
 NOTICED_SECONDS = 30.0
-"""Within which every rank has to know of a failure of any (the loaders' own time limits are 20 s and more)."""
+"""Within which every rank has to know of a failure of any. The loaders' limit on forming the group is 20 s, and one that fails
+at that very moment is noticed by it; their other limits are longer."""
 
 ALL = [[f"form {name}", "run_form", {"name": name}] for name in FORMS] + [
     ["breaks", "breaks_everywhere", {}],
