@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Mapping
@@ -142,7 +143,7 @@ def wait_for_ranks(trainer: Trainer, seconds: float = _RANK_END_SECONDS) -> None
     for rank, process in enumerate(started_ranks(trainer), start=1):
         try:
             status = process.wait(max(deadline - time.monotonic(), 0.1))
-        except Exception:
+        except subprocess.TimeoutExpired:
             process.kill()
             raise RuntimeError(f"rank {rank} did not end within {seconds:.0f} s of rank 0 and was killed") from None
         if status:
