@@ -10,6 +10,7 @@ from odb_lightning.loader import ODBDataLoader
 from odb_lightning.runtime.errors import ODBLoaderError
 from odb_lightning.runtime.settings import HELPER_PROCESS_NAME, HELPER_VARIABLE, LoaderStats, Timeouts
 from odb_lightning.sampling import ShardedSampler
+from odb_lightning.sharding import current_shard
 
 _is_helper = multiprocessing.current_process().name == HELPER_PROCESS_NAME or HELPER_VARIABLE in os.environ
 
@@ -40,4 +41,5 @@ __all__ = [
     "ShardedSampler",
     "StepInfo",
     "Timeouts",
+    "current_shard",
 ]

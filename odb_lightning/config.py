@@ -23,6 +23,7 @@ class ODBConfig:
     val_l_max: int | None = None
     """The same for validation; `l_max` where it is null."""
     mode: str = "join"
+    quota: int | None = None
     buffer_size: int = 1024
     max_rows: int | None = None
     oversize: str = "emit"

@@ -33,6 +33,7 @@ def validate_config(cfg: DictConfig) -> None:
         ("odb.val_l_max", 1, True),
         ("odb.buffer_size", 1, False),
         ("odb.max_rows", 1, True),
+        ("odb.quota", 1, True),
         ("odb.num_workers", 0, False),
         ("odb.prefetch_factor", 1, True),
         ("odb.seed", 0, False),
@@ -57,7 +58,7 @@ def validate_config(cfg: DictConfig) -> None:
         ("trainer.gradient_clip_val", 0.0, None),
     ):
         _check_number(cfg, key, low, high)
-    one_of("odb.mode", ("join",))
+    one_of("odb.mode", ("join", "non_join"))
     one_of("odb.oversize", ("emit", "drop", "error"))
     one_of("odb.empty", ("drop", "error"))
     one_of("odb.multiprocessing_context", (None, *_START_METHODS))

@@ -23,8 +23,6 @@ def options_of(existing: DataLoader[Any], deal_sampler: bool) -> dict[str, Any]:
     """
     if not isinstance(existing, DataLoader):
         raise TypeError(f"existing has to be a torch DataLoader, got {type(existing).__name__}")
-    if isinstance(existing.dataset, IterableDataset):
-        raise TypeError("the loader's data set is iterable; an ODBDataLoader needs a map-style one (__getitem__ and __len__)")
     if type(existing.batch_sampler) not in (BatchSampler, type(None)):
         raise ValueError(
             f"the loader's batch_sampler is a {type(existing.batch_sampler).__name__}, which decides itself what a batch is; "
@@ -38,9 +36,10 @@ def options_of(existing: DataLoader[Any], deal_sampler: bool) -> dict[str, Any]:
     }
     if existing.batch_size is not None or existing.collate_fn is not default_convert:
         inherited["collate_fn"] = existing.collate_fn
-    # A loader that was given a batch_sampler reports another sampler than the one in use.
-    sampler = existing.sampler if existing.batch_sampler is None else getattr(existing.batch_sampler, "sampler")  # noqa: B009
-    inherited |= _sampler_options(sampler, len(existing.dataset), deal_sampler)  # type: ignore[arg-type]
+    if not isinstance(existing.dataset, IterableDataset):
+        # A loader that was given a batch_sampler reports another sampler than the one in use.
+        sampler = existing.sampler if existing.batch_sampler is None else getattr(existing.batch_sampler, "sampler")  # noqa: B009
+        inherited |= _sampler_options(sampler, len(existing.dataset), deal_sampler)  # type: ignore[arg-type]
     if existing.batch_size not in (None, 1):
         warnings.warn(
             f"batch_size={existing.batch_size} of the loader is dropped: l_max decides the size of batches", stacklevel=3

@@ -9,6 +9,9 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from odb_lightning.loader import LOADER_OPTIONS, ODBDataLoader
+from odb_lightning.sharding import is_iterable
+
+_OF_TRAINING_ALONE = ("sampler", "deal_sampler", "accumulate", "mode", "quota")
 
 
 class _NeedsODBStrategy(LightningDataModule):
@@ -76,9 +79,9 @@ class ODBDataModule(_NeedsODBStrategy):
         return self.train_loader
 
     def val_dataloader(self) -> Any:
-        options = {
-            name: value for name, value in self.loader_options.items() if name not in ("sampler", "deal_sampler", "accumulate")
-        }
+        options = {name: value for name, value in self.loader_options.items() if name not in _OF_TRAINING_ALONE}
+        if not is_iterable(self.val_dataset):
+            options.pop("sharding", None)
         self.val_loader = ODBDataLoader(self.val_dataset, l_max=self.val_l_max, **(options | {"shuffle": False}))
         return self.val_loader
 

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
-from odb_lightning.batch import IDLE_DATA, ODBBatch
+from odb_lightning.batch import ODBBatch
 from odb_lightning.conversion import options_of
-from odb_lightning.loader_options import check_at_least_one, check_choice, length_of_input_ids, start_method_of
+from odb_lightning.iteration import Iteration
+from odb_lightning.loader_options import (
+    check_at_least_one,
+    check_can_be_sent,
+    check_choice,
+    length_of_input_ids,
+    refuse_unknown,
+    start_method_of,
+)
 from odb_lightning.runtime.client import CollateProcess
 from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised, check_rule
-from odb_lightning.runtime.errors import ODBLoaderError
+from odb_lightning.runtime.errors import Failure, ODBLoaderError
+from odb_lightning.runtime.exchange import publish_from_outside
 from odb_lightning.runtime.rendezvous import data_parallel_position, store_address
 from odb_lightning.runtime.seeding import derive_seed, preserved_random_state, seed_everything_local
-from odb_lightning.runtime.settings import EpochRequest, LoaderSettings, LoaderStats, Timeouts
+from odb_lightning.runtime.settings import EpochRequest, LoaderSettings, LoaderStats, StoreAddress, Timeouts
 from odb_lightning.sampling import ShardedSampler
+from odb_lightning.sharding import check_sharding, is_iterable
 
 _MAX_CHUNK_SIZE = 64
+_LAST_WORDS_SECONDS = 3.0
+"""For what the collate process has heard of a peer's failure to arrive."""
 
 
 class ODBDataLoader:
@@ -32,13 +43,19 @@ class ODBDataLoader:
 
     Samples are fetched by `num_workers` workers, and observed, grouped and collated in one process per rank; ranks agree on
     equal numbers of steps among themselves, so that no sample is lost or repeated and a rank without data in a step is idle in
-    it (`batch.step.is_idle`). Works with map-style data sets, in Lightning (with an ODB strategy) and in a loop of your own.
+    it (`batch.step.is_idle`). Works with map-style and iterable data sets, in Lightning (with an ODB strategy) and in a loop of
+    your own.
 
     * `l_max`: token budget of a batch: samples times the longest. A single longer sample goes out alone.
     * `collate_fn(samples)`: makes a batch of a list of samples; runs in the collate process. Default: torch's.
     * `length_fn(sample)`: tokens of a sample; by default of its `input_ids`.
     * `num_supervised_fn`: targets that the mean loss of a batch is over: "causal" (labels[:, 1:] != -100), "unshifted", or a
       function of the batch.
+    * `mode`: "join" ends an epoch when each sample was trained once, with idle steps for a rank that is done before the others.
+      "non_join" has none: a rank that is done begins its samples anew, until `quota` samples were trained over all ranks (by
+      default as many as there are), give or take the last step; some are then repeated, and some left out.
+    * `sharding`: how an iterable data set is split among the workers of all ranks. "loader": every process reads all of it and
+      keeps its part. "dataset": it splits itself (see `current_shard`). "auto": it need not be, or it is one of Hugging Face.
     * `buffer_size`: samples in the window in which groups are formed. `max_rows`: samples of a batch at most.
     * `oversize`: what becomes of a sample longer than l_max: "emit", "drop" or "error". `empty`: of one of length 0: "drop" or
       "error". Dropped ones are counted in `stats`.
@@ -64,7 +81,8 @@ class ODBDataLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         length_fn: Callable[[Any], int] | None = None,
         num_supervised_fn: NumSupervised = DEFAULT_RULE,
-        mode: Literal["join"] = "join",
+        mode: Literal["join", "non_join"] = "join",
+        quota: int | None = None,
         buffer_size: int = 1024,
         max_rows: int | None = None,
         oversize: Literal["emit", "drop", "error"] = "emit",
@@ -74,6 +92,7 @@ class ODBDataLoader:
         seed: int = 0,
         sampler: Iterable[Hashable] | None = None,
         deal_sampler: bool = False,
+        sharding: Literal["auto", "loader", "dataset"] = "auto",
         accumulate: int | None = None,
         num_workers: int = 2,
         prefetch_factor: int | None = None,
@@ -85,21 +104,33 @@ class ODBDataLoader:
         rank: int | None = None,
         world_size: int | None = None,
         store: Any = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(unknown, LOADER_OPTIONS)
         check_at_least_one(l_max=l_max, buffer_size=buffer_size)
-        optional = {"max_rows": max_rows, "accumulate": accumulate, "prefetch_factor": prefetch_factor}
+        optional = {"max_rows": max_rows, "accumulate": accumulate, "prefetch_factor": prefetch_factor, "quota": quota}
         check_at_least_one(**{name: value for name, value in optional.items() if value is not None})
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ValueError(f"num_workers must be 0 or more, got {num_workers!r}")
-        check_choice("mode", mode, ("join",))
+        check_choice("mode", mode, ("join", "non_join"))
+        check_choice("sharding", sharding, ("auto", "loader", "dataset"))
         check_choice("alignment", alignment, ("paper",))
         check_choice("oversize", oversize, ("emit", "drop", "error"))
         check_choice("empty", empty, ("drop", "error"))
         check_rule(num_supervised_fn)
-        if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-            raise TypeError(f"dataset has to be map-style (__getitem__ and __len__), got {type(dataset).__name__}")
         if rank is not None or world_size is not None:
             data_parallel_position(rank, world_size)
+        self._is_iterable = is_iterable(dataset)
+        if self._is_iterable:
+            check_sharding(dataset, sharding, num_workers, world_size or 1)
+            if sampler is not None:
+                raise ValueError("sampler can't be used with an iterable data set, which has an order of its own")
+            if mode == "non_join" and quota is None:
+                raise ValueError("mode='non_join' with an iterable data set needs quota=<samples of an epoch over all ranks>")
+        elif sharding != "auto":
+            warnings.warn(f"sharding={sharding!r} is ignored: the data set is not iterable", stacklevel=2)
+        if quota is not None and mode == "join":
+            warnings.warn("quota is ignored with mode='join', which trains each sample once", stacklevel=2)
         if deal_sampler and sampler is None:
             raise ValueError("deal_sampler=True needs a sampler; the default one is dealt out anyway")
         if num_workers == 0 and prefetch_factor is not None:
@@ -133,6 +164,9 @@ class ODBDataLoader:
             "max_rows": max_rows,
             "oversize": oversize,
             "empty": empty,
+            "mode": mode,
+            "quota": quota,
+            "sharding": sharding,
             "shuffle": shuffle,
             "seed": seed,
             "num_workers": num_workers,
@@ -142,12 +176,15 @@ class ODBDataLoader:
             "start_method": start_method_of(multiprocessing_context),
             "timeouts": timeouts or Timeouts(),
         }
+        check_can_be_sent(self._options)
         self._keeps_process = persistent_workers
         self._epoch = 0
         self._has_begun = False
+        self._meeting: tuple[StoreAddress | None, int] = None, 0
+        """Where the ranks of the iteration under way, or of the last one, met, and which one this is."""
         self._process: CollateProcess | None = None
         # Weakly: a pass ends, and its processes with it, when a broken-off `for` loop drops it.
-        self._iteration: weakref.ref[_Iteration] | None = None
+        self._iteration: weakref.ref[Iteration] | None = None
 
     @classmethod
     def from_dataloader(
@@ -194,20 +231,25 @@ class ODBDataLoader:
         self._end_iteration()
         if self._has_begun:
             self._epoch, self._has_begun = self._epoch + 1, False
-        iteration = _Iteration(self)
+        iteration = Iteration(self)
         self._iteration = weakref.ref(iteration)
         return iteration
 
-    def close(self) -> None:
-        """Ends an iteration under way, and the loader's processes. The loader can be iterated again."""
-        self._end_iteration()
+    def close(self, reason: BaseException | None = None) -> str | None:
+        """Ends an iteration under way, and the loader's processes. The loader can be iterated again.
+
+        `reason` is the exception of the training loop that is the cause, if one is: it is told to the peers, whose iteration
+        can't go on. Gives what had ended the iteration on another rank before, if that is known: `reason` may be its effect.
+        """
+        earlier = self._end_iteration(reason)
         self._end_process()
+        return earlier
 
     def __enter__(self) -> ODBDataLoader:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _type: object, reason: BaseException | None, _traceback: object) -> None:
+        self.close(reason)
 
     def __del__(self) -> None:
         if getattr(self, "_process", None) is not None:
@@ -216,10 +258,9 @@ class ODBDataLoader:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_process": None, "_iteration": None}
 
-    def _end_iteration(self) -> None:
+    def _end_iteration(self, reason: BaseException | None = None) -> str | None:
         iteration = None if self._iteration is None else self._iteration()
-        if iteration is not None:
-            iteration.close()
+        return None if iteration is None else iteration.close(reason)
 
     def _end_process(self) -> None:
         if self._process is not None:
@@ -233,12 +274,16 @@ class ODBDataLoader:
         self._pass_stats, self._unfinished_epoch = LoaderStats(), self._epoch
         known = self._attached or _Attachment(*data_parallel_position(self.rank, self.world_size), self.accumulate or 1, None)
         rank, world_size = known.rank, known.world_size
+        self._meeting = store_address(self._store, rank, world_size), rank
+        if self._is_iterable:
+            check_sharding(self.dataset, self._options["sharding"], self._options["num_workers"], world_size)
         request = EpochRequest(
             epoch=self._epoch,
             views=self._views(rank, world_size),
+            reshuffles=self._sampler is None and self.shuffle and not self._is_iterable,
             accumulate=known.accumulate,
             max_steps=known.max_steps,
-            store=store_address(self._store, rank, world_size),
+            store=self._meeting[0],
         )
         if self._process is not None and not self._process.is_alive:
             warnings.warn("the loader's processes have ended since the last epoch; they are started again", stacklevel=3)
@@ -253,7 +298,22 @@ class ODBDataLoader:
             raise
         return self._process
 
+    def _tell_peers(self, where: str, error: BaseException | str) -> str | None:
+        """How the iteration under way ended here, so that they can say so. Gives what a peer told before."""
+        address, rank = self._meeting
+        if address is None:
+            return None
+        try:
+            failure = Failure(where, error) if isinstance(error, str) else Failure.of(error, where)
+            return publish_from_outside(address, rank, failure)
+        except Exception:  # the store went with the rank that held it, and what there is to tell must not be hidden by that
+            if isinstance(error, str) or self._process is None:
+                return None
+            return self._process.failure_within(_LAST_WORDS_SECONDS)
+
     def _views(self, rank: int, world_size: int) -> Any:
+        if self._is_iterable:
+            return None
         if self._sampler is None:
             sampler = ShardedSampler(len(self.dataset), rank=rank, world_size=world_size, shuffle=self.shuffle, seed=self.seed)
             sampler.set_epoch(self._epoch)
@@ -274,68 +334,5 @@ class _Attachment(NamedTuple):
     max_steps: int | None
 
 
-class _Iteration(Iterator[ODBBatch]):
-    """One pass. Starts its processes with the first `next`, and takes them along when it is dropped before its end."""
-
-    def __init__(self, loader: ODBDataLoader) -> None:
-        self._loader: ODBDataLoader | None = loader
-        self._process: CollateProcess | None = None
-
-    def __next__(self) -> ODBBatch:
-        loader = self._loader
-        if loader is None:
-            raise StopIteration
-        begin = time.perf_counter()
-        try:
-            if self._process is None:
-                self._process = loader._begin_epoch()
-            batch = self._receive(loader, self._process)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            loader._pass_stats.wait_seconds += time.perf_counter() - begin
-        if batch is None:
-            self._finish(loader)
-            raise StopIteration
-        loader._has_begun = True
-        return batch
-
-    def _receive(self, loader: ODBDataLoader, process: CollateProcess) -> ODBBatch | None:
-        """The next batch, or None at the end of the epoch."""
-        while True:
-            kind, facts, payload = process.receive()
-            if kind == "batch":
-                info, stats = facts
-                loader._pass_stats.add(stats)
-                if info.is_idle:
-                    return ODBBatch(IDLE_DATA, info, process.stand_in())
-                return ODBBatch(payload, info)
-            if kind == "warning":
-                warnings.warn(facts, stacklevel=3)
-            elif kind == "end":
-                loader._pass_stats.add(facts)
-                return None
-            else:
-                raise ODBLoaderError(facts)
-
-    def _finish(self, loader: ODBDataLoader) -> None:
-        loader._has_begun, loader._unfinished_epoch = True, None
-        self._loader, loader._iteration = None, None
-        if not loader._keeps_process:
-            loader.close()
-
-    def close(self) -> None:
-        """Ends the pass; its processes go with it, since they are in the middle of an epoch."""
-        loader, self._loader = self._loader, None
-        if loader is not None:
-            loader._iteration = None
-            if self._process is not None:
-                loader.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-LOADER_OPTIONS = frozenset(inspect.signature(ODBDataLoader).parameters) - {"dataset", "l_max"}
+LOADER_OPTIONS = frozenset(inspect.signature(ODBDataLoader).parameters) - {"dataset", "l_max", "unknown"}
 """The names of the keyword arguments of `ODBDataLoader`."""

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping
+import pickle
+import reprlib
+from collections.abc import Collection, Mapping
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+import numpy as np
+import torch
+
+_OF_A_DATALOADER = {
+    "batch_size": "l_max decides how many samples a batch has (max_rows is a limit on them)",
+    "batch_sampler": "it decides itself what a batch is, while here batches are formed from lengths: pass a sampler, or none",
+    "drop_last": "no sample is dropped",
+    "generator": "the order depends on seed= and the epoch",
+    "timeout": "pass timeouts=Timeouts(...)",
+    "persistent": "pass persistent_workers=",
+}
 
 
 def length_of_input_ids(sample: Any) -> int:
@@ -49,3 +64,50 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises ValueError for an option that is none of its choices."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(map(repr, choices))}")
+
+
+def refuse_unknown(unknown: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises TypeError for an option that there is not, with the mend if it is one of torch's `DataLoader`."""
+    for name in unknown:
+        mend = _OF_A_DATALOADER.get(name, f"there are {', '.join(sorted(known))}")
+        raise TypeError(f"an ODBDataLoader has no option {name!r}: {mend}")
+
+
+def check_can_be_sent(options: Mapping[str, Any]) -> None:
+    """Raises TypeError, naming the option, for one that the start method can't send to the loader's processes."""
+    method = options["start_method"] or multiprocessing.get_start_method(allow_none=True) or default_start_method()
+    if method == "fork":
+        return
+    for name, value in options.items():
+        try:
+            _DryRun(_Nowhere()).dump(value)
+        except Exception as error:
+            raise TypeError(
+                f"{name}={reprlib.repr(value)} can't be sent to the loader's processes by the start method {method!r}: "
+                f'{error}. Define it at the top level of a module, or pass multiprocessing_context="fork".'
+            ) from error
+
+
+def default_start_method() -> str:
+    """The interpreter's, without deciding for it: `get_start_method()` would."""
+    return multiprocessing.get_all_start_methods()[0]
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _DryRun(ForkingPickler):
+    """Goes through what would be pickled, without the contents of arrays, and without what can only be sent to a child at its
+    start (locks, shared values)."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (torch.Tensor, torch.UntypedStorage)) or (type(value) is np.ndarray and value.dtype != object):
+            return (int, ())
+        if type(value).__module__.partition(".")[0] in ("multiprocessing", "_multiprocessing"):
+            return (int, ())
+        return NotImplemented

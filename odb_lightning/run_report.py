@@ -78,6 +78,7 @@ class RunReport:
         if self.is_writer:
             stopped = isinstance(self._error, KeyboardInterrupt | SystemExit)
             message = f"{type(self._error).__name__}: {self._error}".rstrip(": ")
+            message = "\n".join([message, *getattr(self._error, "__notes__", ())])
             self._write({"status": "interrupted" if stopped else "failed", "error": message, **self._partial()})
 
     def rank_failed(self, rank: int, exit_status: int) -> None:

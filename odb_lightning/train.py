@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from odb_lightning import config, launcher
 from odb_lightning.callbacks import AuditLog, RunSummary
 from odb_lightning.config_checks import newest_checkpoint, validate_config
 from odb_lightning.run_report import RankWatch, RunReport, wait_for_ranks
+from odb_lightning.runtime.guard import end_with_launcher
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -34,6 +37,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     Raises `ConfigError` before anything is started if a value cannot be used. Whatever else ends the run early is written
     into the summary and raised again.
     """
+    _end_with_the_run()
     report = RunReport(Path(cfg.paths.output_dir).absolute(), _labels(cfg))
     try:
         validate_config(cfg)
@@ -51,6 +55,20 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         report.failed(error)
         raise
     return report.finished()
+
+
+def _end_with_the_run() -> None:
+    """SIGTERM ends this process in order from the beginning, not only once the Trainer runs; and one that a launcher started
+    does not outlive it."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _end)
+    if "LOCAL_RANK" in os.environ:
+        end_with_launcher()
+
+
+def _end(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def with_known_devices(cfg: DictConfig) -> DictConfig:

@@ -24,24 +24,29 @@ class AccumulationWindows(Generic[T]):
     """Holds back the steps of an incomplete window: at most `accumulate - 1` of them.
 
     A window is `accumulate` consecutive steps counted from the beginning of the epoch, and ends early at step
-    `max_steps` (when the trainer ends the epoch there) or at the end of the epoch (`flush`).
+    `max_steps` (when the trainer ends the epoch there), at the step that reaches the `quota` of samples over all ranks, or at
+    the end of the epoch (`flush`).
     """
 
-    def __init__(self, accumulate: int, max_steps: int | None = None) -> None:
+    def __init__(self, accumulate: int, max_steps: int | None = None, quota: int | None = None) -> None:
         self.accumulate = accumulate
         self.max_steps = max_steps
+        self.quota = quota
         self.num_steps = 0
+        self.num_samples = 0
         self._pending: list[tuple[T, float, int]] = []
 
     @property
     def is_full(self) -> bool:
-        """The epoch has all the steps it may have."""
-        return self.max_steps is not None and self.num_steps >= self.max_steps
+        """The epoch has all the steps it may have, or all the samples it is to have."""
+        has_steps = self.max_steps is not None and self.num_steps >= self.max_steps
+        return has_steps or (self.quota is not None and self.num_samples >= self.quota)
 
     def add(self, item: T, targets: float, samples: int) -> list[SummedStep[T]]:
         """The steps released by one more step, whose sums over all ranks are given: none, or a whole window."""
         self._pending.append((item, targets, samples))
         self.num_steps += 1
+        self.num_samples += samples
         return self.flush() if len(self._pending) == self.accumulate or self.is_full else []
 
     def flush(self) -> list[SummedStep[T]]:

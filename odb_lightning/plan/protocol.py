@@ -17,6 +17,8 @@ class Outcome(Enum):
 
     EMIT = "emit"
     SKIP = "skip"
+    PASS_END = "pass end"
+    """Non-join: a rank has no view left, so a new pass begins on all of them."""
     END = "end"
     STOP = "stop"
     DIVERGED = "diverged"
@@ -37,7 +39,7 @@ class RankReport:
     is_finished: bool
     """No view left in the sampler and none in the window."""
     had_views: bool
-    """The sampler gave at least one view in this pass."""
+    """There was at least one view in this pass, carried over ones included."""
     stop_code: int = 0
     """0, or a reason to end for all ranks; the largest wins."""
 
@@ -68,14 +70,20 @@ def encode_report(report: RankReport, fingerprint: int) -> list[int]:
     ]
 
 
-def decide_round(reduced: Sequence[int]) -> RoundDecision:
-    """What the maximum of all ranks' `encode_report` comes to, in join mode: the end is reached when nothing remains on any
-    rank. Every rank computes the same from the same integers, so all make the same sequence of exchanges."""
-    most_groups, _, capacity, samples, free_slots, remains, _, stop_code, high, low = reduced
+def decide_round(reduced: Sequence[int], *, joins: bool = True) -> RoundDecision:
+    """What the maximum of all ranks' `encode_report` comes to. Every rank computes the same from the same integers, so all make
+    the same sequence of exchanges.
+
+    Join: the end is reached when nothing remains on any rank. Non-join (`joins=False`): the first rank that has finished ends
+    the pass for all, unless it had no view to begin with; END is then a pass in which no rank had any.
+    """
+    most_groups, _, capacity, samples, free_slots, remains, has_finished, stop_code, high, low = reduced
     if high != -low:
         return RoundDecision(Outcome.DIVERGED)
     if stop_code > 0:
         return RoundDecision(Outcome.STOP, stop_code=stop_code)
+    if not joins and has_finished:
+        return RoundDecision(Outcome.PASS_END)
     if not remains:
         return RoundDecision(Outcome.END)
     if free_slots == 0 or most_groups == 0:

@@ -23,7 +23,10 @@ class RoundPlan:
 
 
 class RoundPlanner:
-    """A rank's window of observed lengths, and the rounds that empty it (join mode).
+    """A rank's window of observed lengths, and the rounds that empty it.
+
+    With `joins`, the epoch ends when nothing remains on any rank. Without, a pass ends on all ranks as soon as one of them has
+    no view left (`Outcome.PASS_END`): its views are then given anew, while what the others have left stays theirs.
 
     Per round: `observe` lengths while there is `room`, take the elementwise maximum of `report` over all ranks, `settle`.
     A ticket is the number of a kept view of the epoch, from 0. State is the window (ticket -> length), the number of
@@ -39,6 +42,7 @@ class RoundPlanner:
         capacity: int = INF,
         order_seed: str | None = None,
         knobs: str = "",
+        joins: bool = True,
     ) -> None:
         """`order_seed` (the same on all ranks) shuffles the steps of each round, with one permutation for all ranks, so
         that groups of like length stay in the same step; None keeps the longest first. `knobs` goes into the fingerprint."""
@@ -48,9 +52,12 @@ class RoundPlanner:
         self.capacity = capacity
         self.order_seed = order_seed
         self.knobs = knobs
+        self.joins = joins
         self.window: dict[int, int] = {}
         self.num_observed = 0
         self.num_rounds = 0
+        self._pass_start = 0
+        """Tickets given out before this pass and used up by then."""
         self._groups: list[list[int]] = []
 
     @property
@@ -75,14 +82,16 @@ class RoundPlanner:
             num_samples=len(tickets),
             free_slots=self.capacity,
             is_finished=is_exhausted and not tickets,
-            had_views=self.num_observed > 0,
+            had_views=self.num_observed > self._pass_start,
             stop_code=stop_code,
         )
         return encode_report(report, zlib.crc32(f"{self.num_rounds}/{self.knobs}".encode()))
 
     def settle(self, reduced: Sequence[int]) -> RoundPlan:
         """This rank's part of the round, from the maximum over all ranks; emitted tickets leave the window."""
-        decision = decide_round(reduced)
+        decision = decide_round(reduced, joins=self.joins)
+        if decision.outcome is Outcome.PASS_END:
+            self._pass_start = self.num_observed - len(self.window)
         groups: list[list[int]] = []
         if decision.outcome is Outcome.EMIT:
             if self._groups:

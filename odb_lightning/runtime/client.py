@@ -5,14 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
-import dataclasses
 import multiprocessing
 import os
-import reprlib
 import time
 import weakref
 from multiprocessing.connection import wait
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from odb_lightning.runtime.collate_process import collate_main
@@ -54,14 +51,7 @@ class CollateProcess:
             self._close_connections()
             if multiprocessing.current_process().daemon:
                 raise RuntimeError("a loader can't be iterated in a daemonic process: those may not have children") from error
-            culprit = _name_unpicklable(settings)
-            if culprit is None:
-                raise
-            raise TypeError(
-                f"{culprit} can't be sent to the loader's processes by the start method {context.get_start_method()!r}: "
-                f"{error}. "
-                'Define it at the top level of a module, or pass multiprocessing_context="fork".'
-            ) from error
+            raise
         finally:
             for connection in (batches, requests, stop):
                 connection.close()
@@ -84,11 +74,14 @@ class CollateProcess:
         return bool(self._process.is_alive())
 
     def receive(self) -> tuple[str, Any, Any]:
-        """The next message. Raises ODBLoaderError if the process has ended, or none comes within `Timeouts.batch`."""
-        deadline = time.monotonic() + self._timeouts.batch
+        """The next message. Raises ODBLoaderError if the process has ended, or if none comes and nothing was got done within
+        `Timeouts.batch`."""
+        deadline, progress = time.monotonic() + self._timeouts.batch, int(self._memory.progress[0])
         while not wait([self._batches], min(_POLL_SECONDS, max(deadline - time.monotonic(), 0.0))):
             if not self._process.is_alive() and not self._batches.poll():
                 raise self._ended()
+            if progress != self._memory.progress[0]:
+                deadline, progress = time.monotonic() + self._timeouts.batch, int(self._memory.progress[0])
             if time.monotonic() >= deadline:
                 raise ODBLoaderError(
                     f"rank {self._rank} got no batch within Timeouts(batch={self._timeouts.batch:.0f}) seconds; its collate "
@@ -102,6 +95,16 @@ class CollateProcess:
             self._stand_in = payload
             return self.receive()
         return kind, facts, payload
+
+    def failure_within(self, seconds: float) -> str | None:
+        """The failure that this epoch ends with, if it comes in this time; the batches before it are given up."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(ODBLoaderError, EOFError, OSError):
+            while self._batches.poll(max(deadline - time.monotonic(), 0.0)):
+                kind, facts, _ = self._receiver.receive()
+                if kind == "failure":
+                    return str(facts)
+        return None
 
     def stand_in(self) -> Any:
         """A copy of this rank's stand-in batch, so that what is done to one does not reach the next. There is one from the
@@ -135,14 +138,3 @@ class CollateProcess:
         for connection in (self._batches, self._requests, self._stop):
             connection.close()
         self._memory.close()
-
-
-def _name_unpicklable(settings: LoaderSettings) -> str | None:
-    """The first option that can't be pickled, in the user's words."""
-    for item in dataclasses.fields(settings):
-        value = getattr(settings, item.name)
-        try:
-            ForkingPickler.dumps(value)
-        except Exception:
-            return f"{item.name}={reprlib.repr(value)}"
-    return None

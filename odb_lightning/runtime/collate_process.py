@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import signal
 from multiprocessing.connection import Connection
@@ -16,6 +17,7 @@ from odb_lightning.runtime.errors import Failure, PeerFailure, RaisedFailure
 from odb_lightning.runtime.exchange import Exchange, GlooExchange, SoloExchange
 from odb_lightning.runtime.fetch import Fetcher
 from odb_lightning.runtime.guard import end_with_parent, own_signals
+from odb_lightning.runtime.presence import Presence
 from odb_lightning.runtime.ring import BatchSender, SharedMemory
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
 from odb_lightning.runtime.settings import HELPER_VARIABLE, EpochRequest, LoaderSettings
@@ -23,6 +25,7 @@ from odb_lightning.runtime.stand_in import StandIn
 
 MAX_READY_BATCHES = 8
 """Batches that wait for the training process at most."""
+_TRAINER_GONE = Failure("its training process", "it is gone without a word; it may have been killed")
 
 
 def collate_main(
@@ -33,7 +36,7 @@ def collate_main(
     os.environ[HELPER_VARIABLE] = "1"
     torch.set_num_threads(1)
     end_with_parent(stop)
-    process = _CollateProcess(settings, BatchSender(batches, memory, MAX_READY_BATCHES))
+    process = _CollateProcess(settings, BatchSender(batches, memory, MAX_READY_BATCHES), memory)
     with contextlib.suppress(SystemExit):  # how a stop reaches the main thread
         _serve_epochs(process, requests)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
@@ -59,9 +62,10 @@ def _collate_seeded(settings: LoaderSettings, samples: list[object]) -> object:
 class _CollateProcess:
     """What is kept over epochs: the workers, the warnings given, the stand-in."""
 
-    def __init__(self, settings: LoaderSettings, sender: BatchSender) -> None:
+    def __init__(self, settings: LoaderSettings, sender: BatchSender, memory: SharedMemory) -> None:
         self._settings = settings
         self._sender = sender
+        self._memory = memory
         self._counter = TargetCounter(settings.num_supervised_fn)
         self._stand_in = StandIn(functools.partial(_collate_seeded, settings), self._counter)
         self._fetcher: Fetcher | None = None
@@ -70,13 +74,17 @@ class _CollateProcess:
         """Ends the workers, before multiprocessing's exit handler would terminate them and torch would call that a failure."""
         self._fetcher = None
 
+    def _count_progress(self) -> None:
+        self._memory.progress[0] += 1
+
     def serve(self, request: EpochRequest) -> None:
         """Runs one epoch, and reports how it failed, if it did."""
         rank = self._settings.rank
-        exchange: Exchange = SoloExchange()
+        presence = Presence(request.epoch, self._count_progress)
+        exchange: Exchange = SoloExchange(presence)
         try:
             if request.store is not None:
-                exchange = GlooExchange(request.store, rank, self._settings.world_size, self._settings.timeouts)
+                exchange = GlooExchange(request.store, rank, self._settings.world_size, self._settings.timeouts, presence)
             if self._fetcher is None:
                 self._fetcher = Fetcher(self._settings)
             run = EpochRun(self._settings, request, self._fetcher, self._sender, self._counter, self._stand_in)
@@ -90,7 +98,12 @@ class _CollateProcess:
         except PeerFailure as error:
             self._report(f"a peer ended this iteration: {error}")
         except (EOFError, ConnectionError):
-            pass  # the training process is gone
+            exchange.publish(_TRAINER_GONE)
+        except SystemExit:
+            parent = multiprocessing.parent_process()
+            if parent is not None and not parent.is_alive():
+                exchange.publish(_TRAINER_GONE)
+            raise
         except Exception as error:
             failure = Failure.of(error, "the collate process")
             exchange.publish(failure)
@@ -108,7 +121,7 @@ class _CollateProcess:
         failure = None
         if difference is not None:
             error = f"{difference}; every rank has to be given the same"
-            failure = Failure("comparing the loader's options with rank 0's", f"ValueError: {error}", error)
+            failure = Failure("comparing the loader's options with rank 0's", f"ValueError: {error}")
             exchange.publish(failure)
         if exchange.all_reduce_sum([failure is not None])[0]:
             raise exchange.peer_failure() if failure is None else RaisedFailure(failure)

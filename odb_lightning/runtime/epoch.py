@@ -13,6 +13,7 @@ from odb_lightning.runtime.counting import TargetCounter
 from odb_lightning.runtime.errors import Failure, RaisedFailure
 from odb_lightning.runtime.exchange import Exchange, SoloExchange
 from odb_lightning.runtime.fetch import Fetcher, Observed
+from odb_lightning.runtime.presence import Presence
 from odb_lightning.runtime.ring import BatchSender
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
 from odb_lightning.runtime.settings import EpochRequest, LoaderSettings, LoaderStats
@@ -58,21 +59,31 @@ class EpochRun:
             max_rows=settings.max_rows,
             order_seed=f"{settings.seed}/{request.epoch}" if settings.shuffle else None,
             knobs=f"{request.epoch}/{settings.shared_knobs()}",
+            joins=settings.mode == "join",
         )
         self._windows: AccumulationWindows[_Collated] = AccumulationWindows(request.accumulate, request.max_steps)
         self._held: dict[int, Observed] = {}
         self._is_exhausted = False
+        self._next: Observed | None = None
+        """A kept sample that the window had no room for."""
         self._num_emitted = 0
-        self._stats = LoaderStats(views_expected=len(request.views), outstanding_depth=settings.outstanding_depth)
-        self._exchange: Exchange = SoloExchange()
+        num_views = 0 if request.views is None else len(request.views)
+        self._stats = LoaderStats(passes=1, views_expected=num_views, outstanding_depth=settings.outstanding_depth)
+        self._exchange: Exchange = SoloExchange(Presence())
         stand_in.begin_epoch()
-        self._samples = fetcher.start(request.epoch, request.views)
+        self._samples = fetcher.start(request)
 
     def run(self, exchange: Exchange) -> None:
         """Emits all steps of the epoch. Raises RaisedFailure for a failure of this rank, PeerFailure for a peer's."""
         self._exchange = exchange
-        self._sender.while_waiting = exchange.beat
+        presence = exchange.presence
+        self._sender.while_waiting = lambda: presence.note("waiting for its training process")
+        if not self._planner.joins:
+            num_views = self._stats.views_expected
+            quota = self._settings.quota
+            self._windows.quota = int(exchange.all_reduce_sum([num_views])[0]) if quota is None else quota
         while not self._windows.is_full:
+            presence.round = self._planner.num_rounds
             failure = self._catch(self._fill_window)
             reduced = self._exchange.all_reduce_max(
                 self._planner.report(is_exhausted=self._is_exhausted, stop_code=0 if failure is None else _FAILED)
@@ -88,7 +99,12 @@ class EpochRun:
                 )
             self._stats.rounds += 1
             if plan.outcome is Outcome.END:
+                self._check_quota()
                 break
+            if plan.outcome is Outcome.PASS_END:
+                self._stats.passes += self._is_exhausted
+                self._is_exhausted = False
+                continue
             self._emit_round(plan.groups)
         self._emit(self._windows.flush())
         self._sender.send("end", self._take_stats())
@@ -103,13 +119,39 @@ class EpochRun:
             self._exchange.publish(failure)
             return failure
 
+    def _check_quota(self) -> None:
+        if not self._planner.joins:
+            error = (
+                f"no rank has a sample (left out by a policy: {self._stats.dropped or 'none'}), so the quota of "
+                f"{self._windows.quota} samples can't be reached"
+            )
+            raise RaisedFailure(Failure("a pass of non-join", error))
+
     def _fill_window(self) -> None:
-        while self._planner.room > 0 and not self._is_exhausted:
-            observed = next(self._samples, None)
-            if observed is None:
+        self._exchange.presence.note("fetching samples")
+        while not self._is_exhausted:
+            if self._next is None:
+                # In non-join, whether a rank has finished decides for all, and must not wait for room: one sample ahead.
+                if self._planner.room <= 0 and self._planner.joins:
+                    return
+                self._next = self._next_kept()
+            if self._next is None:
                 self._is_exhausted = True
-            elif self._is_kept(observed):
-                self._held[self._planner.observe(observed.length)] = observed
+            elif self._planner.room > 0:
+                self._held[self._planner.observe(self._next.length)] = self._next
+                self._next = None
+            else:
+                return
+
+    def _next_kept(self) -> Observed | None:
+        """The next sample that no policy drops; None at the end of a pass."""
+        while (observed := next(self._samples, None)) is not None:
+            self._exchange.presence.tick()
+            if self._request.views is None:
+                self._stats.views_expected += 1
+            if self._is_kept(observed):
+                return observed
+        return None
 
     def _is_kept(self, observed: Observed) -> bool:
         length, stats, settings = observed.length, self._stats, self._settings
@@ -126,7 +168,7 @@ class EpochRun:
         where = f"dataset[{observed.sample_id!r}]"
         if policy == "error":
             error = f"it {fault}, and the policy is {reason}='error'"
-            raise RaisedFailure(Failure(where, error, error, observed.sample_id))
+            raise RaisedFailure(Failure(where, error, sample_id=observed.sample_id))
         if policy == "drop":
             stats.dropped[reason] = stats.dropped.get(reason, 0) + 1
             stats.dropped_ids.append(observed.sample_id)
@@ -141,10 +183,13 @@ class EpochRun:
             groups = groups[: self._request.max_steps - self._windows.num_steps]
         start = 0
         for size in exchange_blocks(len(groups), self._request.accumulate):
+            if self._windows.is_full:
+                break
             self._emit_block(groups[start : start + size])
             start += size
 
     def _emit_block(self, groups: list[list[int]]) -> None:
+        self._exchange.presence.note("collating")
         first_step, block = self._windows.num_steps, list[_Collated]()
         failure = self._catch(lambda: block.extend(self._collate(group, first_step + i) for i, group in enumerate(groups)))
         size = len(groups)
@@ -164,10 +209,13 @@ class EpochRun:
         if reduced[-1]:
             self._stand_in.share(self._exchange)
         for index, step in enumerate(block):
+            if self._windows.is_full:
+                break
             step.num_active_ranks = int(reduced[2 * size + index])
             self._emit(self._windows.add(step, reduced[index], int(reduced[size + index])))
 
     def _collate(self, group: list[int], step: int) -> _Collated:
+        self._exchange.presence.tick()
         if not group:
             return _Collated(None, (), 0, 0, 0)
         observed = [self._held.pop(ticket) for ticket in group]

@@ -11,6 +11,9 @@ class ODBLoaderError(RuntimeError):
     """A loader's process failed, on this rank or on a peer. The message names the rank, what it was doing and the sample,
     and holds the original traceback."""
 
+    is_known_to_peers = False
+    """The collate process has told it, or was told."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -20,7 +23,7 @@ class Failure:
     """What was being done, e.g. "dataset[37]"."""
     error: str
     """Type and text of the exception."""
-    traceback: str
+    traceback: str = ""
     sample_id: Hashable = None
 
     @classmethod
@@ -33,7 +36,8 @@ class Failure:
 
     def describe(self, rank: int) -> str:
         """The message for the user, on whatever rank."""
-        return f"rank {rank} failed in {self.where}: {self.error}\n\nOriginal traceback on rank {rank}:\n{self.traceback}"
+        text = f"rank {rank} failed in {self.where}: {self.error}"
+        return f"{text}\n\nOriginal traceback on rank {rank}:\n{self.traceback}" if self.traceback else text
 
 
 class RaisedFailure(Exception):

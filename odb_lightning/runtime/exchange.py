@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,17 +15,24 @@ import torch
 import torch.distributed as dist
 
 from odb_lightning.runtime.errors import Failure, PeerFailure
+from odb_lightning.runtime.presence import LEFT, Beacon, Peers, Presence
 from odb_lightning.runtime.settings import StoreAddress, Timeouts
 
-_FAILURE_GRACE_SECONDS = 2.0
+_GRACE_BEATS = 3
+"""Beats after which a peer whose connection was closed, and that has told no reason, counts as dead."""
+_FORMING_BEATS = 10
+"""The same while the group forms, when no rank does anything else."""
 _SHORTEST_PAUSE_SECONDS = 50e-6
 _LONGEST_PAUSE_SECONDS = 5e-3
 _BEAT_SECONDS = 1.0
-_FORM_SECONDS = 60.0
+_LOOK_SECONDS = 5.0
+_OUTSIDE_SECONDS = 3.0
+"""For the training process to reach the store of the job, which may be gone."""
 _NO_LIMIT = timedelta(days=365)
 """Of Gloo's own; `_wait` has the limit."""
 _WORKER_DIED = "DataLoader worker"
 """In the RuntimeError that torch's signal handler raises wherever the main thread is."""
+_FAILURE_KEY = "failure"
 
 
 class Exchange(Protocol):
@@ -32,6 +42,8 @@ class Exchange(Protocol):
     world_size: int
     seconds: float
     """Time spent in exchanges so far."""
+    presence: Presence
+    """What this rank does, for its peers to know."""
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """The elementwise maximum over all ranks."""
@@ -43,13 +55,10 @@ class Exchange(Protocol):
         """The payload of rank `source`, on all ranks."""
 
     def publish(self, failure: Failure) -> None:
-        """Leaves this rank's failure where peers can read it."""
+        """Leaves this rank's failure where peers can read it, unless another one was first."""
 
     def peer_failure(self) -> PeerFailure:
         """What a peer that gave a stop code, or is gone, published."""
-
-    def beat(self) -> None:
-        """Tells the peers that this rank waits for its own training process."""
 
     def close(self) -> None:
         """Leaves the group; peers that still wait for this rank fail at once."""
@@ -62,6 +71,9 @@ class SoloExchange:
     world_size = 1
     seconds = 0.0
 
+    def __init__(self, presence: Presence) -> None:
+        self.presence = presence
+
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         return list(values)
 
@@ -77,71 +89,82 @@ class SoloExchange:
     def peer_failure(self) -> PeerFailure:
         raise AssertionError("a single rank has no peer")
 
-    def beat(self) -> None:
-        pass
-
     def close(self) -> None:
         pass
 
 
 class GlooExchange:
-    """Reductions on a Gloo group of its own, apart from the training's, met through the store of the job."""
+    """Reductions on a Gloo group of its own, apart from the training's, met through the store of the job.
 
-    def __init__(self, address: StoreAddress, rank: int, world_size: int, timeouts: Timeouts) -> None:
+    A peer that is slow is waited for as long as it gets on: `Timeouts.exchange` runs anew with each sign of progress. One that
+    is dead is noticed by its closed connection, at once, or by `Timeouts.peer` seconds without a sign of life.
+    """
+
+    def __init__(self, address: StoreAddress, rank: int, world_size: int, timeouts: Timeouts, presence: Presence) -> None:
         self.rank = rank
         self.world_size = world_size
         self.seconds = 0.0
-        self._timeout = timeouts.exchange
-        setup = timedelta(seconds=timeouts.setup)
-        base = (
-            dist.FileStore(address.path, world_size)
-            if address.path is not None
-            else dist.TCPStore(address.host or "", address.port or 0, is_master=False, wait_for_workers=False, timeout=setup)
-        )
-        self._store = dist.PrefixStore(address.prefix, base)
-        self._setup = timeouts.setup
+        self.presence = presence
+        self._timeouts = timeouts
+        self._beat_seconds = min(_BEAT_SECONDS, timeouts.exchange / 4, timeouts.peer / 4)
+        self._store = open_store(address, timeouts.setup)
+        self._peers = Peers(self._store, rank, world_size)
+        # A connection of its own: one that waits for a key would hold up the beats.
+        self._beacon = Beacon(open_store(address, timeouts.setup), rank, presence, self._beat_seconds)
         self._group: Any = None
-        self._num_beats, self._last_beat = 0, 0.0
-        self._beats_seen: list[bytes | None] = []
 
     def meet(self) -> None:
         """Forms the group with the peers' collate processes. Raises PeerFailure if one failed before, or does not come."""
+        self.presence.note("meeting its peers")
+        limit = self._timeouts.setup
+        deadline = time.monotonic() + limit
         self._store.set(f"ready/{self.rank}", "1")
         everyone = [f"ready/{rank}" for rank in range(self.world_size)]
-        deadline = time.monotonic() + self._setup
         while not self._store.check(everyone):
-            failure = self._published_failure()
-            if failure is not None:
-                raise failure
+            self._raise_published_failure()
             if time.monotonic() > deadline:
                 missing = [rank for rank in range(self.world_size) if not self._store.check([f"ready/{rank}"])]
+                here = [rank for rank in self._peers.present() if rank in missing]
+                self._peers.look(here)
                 raise PeerFailure(
-                    f"rank {self.rank} did not meet rank {', '.join(map(str, missing))} within "
-                    f"Timeouts(setup={self._setup:.0f}) seconds: every rank has to iterate over the same loaders in "
-                    "the same order"
+                    f"rank {self.rank} did not meet {self._peers.describe(missing)} within Timeouts(setup={limit:.0f}) "
+                    "seconds: every rank has to iterate over the same loaders in the same order"
                 )
             time.sleep(_LONGEST_PAUSE_SECONDS)
-        # All are there, so this takes no time; short, as it can't be interrupted if a peer fails just now.
-        limit = timedelta(seconds=min(self._setup, _FORM_SECONDS))
-        self._group = self._or_peer_failure(lambda: dist.ProcessGroupGloo(self._store, self.rank, self.world_size, limit))
+        self._form_group(limit)
 
-    def beat(self) -> None:
-        """Tells the peers that this rank waits for its own training process, so that they are patient with it."""
-        if time.monotonic() - self._last_beat > _BEAT_SECONDS:
-            self._num_beats, self._last_beat = self._num_beats + 1, time.monotonic()
-            self._store.set(f"beat/{self.rank}", str(self._num_beats))
+    def _form_group(self, limit: float) -> None:
+        """All are there, so this takes no time, unless one of them dies just now."""
+        formed: list[Any] = []
 
-    def _a_peer_beat(self) -> bool:
-        """Whether a peer did since this was last asked."""
-        keys = [f"beat/{rank}" for rank in range(self.world_size) if rank != self.rank]
-        beats = [self._store.get(key) if self._store.check([key]) else None for key in keys]
-        before, self._beats_seen = self._beats_seen or [None] * len(keys), beats
-        return beats != before
+        def form() -> None:
+            try:
+                seconds = timedelta(seconds=limit)
+                formed.append(dist.ProcessGroupGloo(self._store, self.rank, self.world_size, seconds))
+            except RuntimeError as error:
+                formed.append(error)
+
+        # In a thread, as it can't be interrupted; the store is its alone meanwhile, and the beacon's connection is not.
+        thread = threading.Thread(target=form, name="odb-meet", daemon=True)
+        thread.start()
+        watch = Peers(self._beacon.store, self.rank, self.world_size)
+        thread.join(self._beat_seconds)
+        while thread.is_alive():
+            watch.look()
+            dead = watch.stale(_FORMING_BEATS * self._beat_seconds)
+            if dead:
+                raise PeerFailure(f"rank {self.rank} lost {watch.describe(dead)}: no sign of life while the ranks met")
+            self._raise_published_failure(self._beacon.store)
+            thread.join(self._beat_seconds)
+        if isinstance(formed[0], RuntimeError):
+            raise self.peer_failure(_first_line(formed[0])) from formed[0]
+        self._group = formed[0]
 
     def compare_knobs(self, knobs: dict[str, Any]) -> str | None:
         """What differs between this rank's knobs and rank 0's, in words; None if nothing does."""
-        self._store.set(f"knobs/{self.rank}", json.dumps(knobs))
-        first = json.loads(self._store.get("knobs/0"))
+        if self.rank == 0:
+            self._store.set("knobs", json.dumps(knobs))
+        first = json.loads(self._store.get("knobs"))
         differing = [
             f"{name} is {knobs[name]!r} on rank {self.rank} and {first[name]!r} on rank 0"
             for name in knobs
@@ -174,23 +197,52 @@ class GlooExchange:
 
     def _wait(self, start: Callable[[], Any]) -> None:
         begin, pause = time.perf_counter(), _SHORTEST_PAUSE_SECONDS
-        expires = begin + self._timeout
+        limit = self._timeouts.exchange
+        look_every = min(_LOOK_SECONDS + self.world_size / 100, limit / 4, self._timeouts.peer / 4)
+        expires, next_look = begin + limit, begin + look_every
+        got_on: dict[int, int] | None = None
+        self.presence.exchanges += 1
+        phase = self.presence.phase
+        self.presence.note("in an exchange")
         try:
             work = self._or_peer_failure(start)
             # Looked at in small pauses, not waited for in C++, so that a stop can interrupt it. What a signal handler raises
             # here (torch's, for a dead worker) is this rank's own failure.
             while not work.is_completed():
-                if time.perf_counter() > expires:
-                    if self._a_peer_beat():
-                        expires = time.perf_counter() + self._timeout
-                        continue
-                    limit = f"Timeouts(exchange={self._timeout:.0f}) seconds"
-                    raise self.peer_failure(f"that did not reach the next exchange within {limit}")
+                now = time.perf_counter()
+                if now > next_look:
+                    progress = self._progress_of_the_late()
+                    if got_on is not None and progress != got_on:
+                        expires = now + limit
+                        self.presence.on_progress()
+                    got_on, next_look = progress, now + look_every
+                if now > expires:
+                    late = self._peers.describe(self._peers.behind(self.presence.exchanges)) or "a peer"
+                    raise PeerFailure(
+                        f"rank {self.rank} waited Timeouts(exchange={limit:.0f}) seconds for {late} to reach the next "
+                        "exchange, without a sign of progress"
+                    )
                 time.sleep(pause)
                 pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
             self._or_peer_failure(work.wait)
         finally:
+            self.presence.note(phase)
             self.seconds += time.perf_counter() - begin
+
+    def _progress_of_the_late(self) -> dict[int, int]:
+        """Of each peer that has not reached this exchange. Raises PeerFailure for one that failed or is dead."""
+        try:
+            self._raise_published_failure()
+            self._peers.look()
+        except RuntimeError as error:
+            raise PeerFailure(f"rank {self.rank} lost the store of the job: {_first_line(error)}") from error
+        dead = self._peers.stale(self._timeouts.peer)
+        if dead:
+            raise PeerFailure(
+                f"rank {self.rank} lost {self._peers.describe(dead)}: no sign of life within "
+                f"Timeouts(peer={self._timeouts.peer:.0f}) seconds"
+            )
+        return {rank: self._peers.seen[rank].progress for rank in self._peers.behind(self.presence.exchanges)}
 
     def _or_peer_failure(self, call: Callable[[], Any]) -> Any:
         try:
@@ -198,29 +250,72 @@ class GlooExchange:
         except RuntimeError as error:
             if _WORKER_DIED in str(error):
                 raise
-            raise self.peer_failure(f"that closed its connection ({str(error).splitlines()[0]})") from error
+            raise self.peer_failure(_first_line(error)) from error
 
     def publish(self, failure: Failure) -> None:
-        self._store.set(f"failure/{self.rank}", failure.describe(self.rank))
+        with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
+            _publish(self._store, self.rank, failure)
 
-    def peer_failure(self, circumstances: str = "") -> PeerFailure:
-        deadline = time.monotonic() + _FAILURE_GRACE_SECONDS
-        lost = f"lost a peer's collate process {circumstances}; the rank that ended first tells why"
+    def peer_failure(self, error: str = "no reason was given") -> PeerFailure:
+        deadline = time.monotonic() + _GRACE_BEATS * self._beat_seconds
         try:
+            self._peers.look()
             while time.monotonic() < deadline:
-                failure = self._published_failure()
-                if failure is not None:
-                    return failure
-                time.sleep(_LONGEST_PAUSE_SECONDS)
+                self._raise_published_failure()
+                time.sleep(10 * _LONGEST_PAUSE_SECONDS)
+            self._peers.look()
+        except PeerFailure as failure:
+            return failure
         except RuntimeError:
-            lost += " (the store of the job is gone, too)"
-        return PeerFailure(f"rank {self.rank} {lost}")
+            error += "; the store of the job is gone, too, which rank 0 holds where no launcher does"
+        gone = [rank for rank, presence in self._peers.seen.items() if presence.phase == LEFT]
+        dead = self._peers.stale((_GRACE_BEATS - 1) * self._beat_seconds)
+        who = self._peers.describe(dead or gone) or "a peer"
+        return PeerFailure(f"rank {self.rank} lost the collate process of {who} ({error})")
 
-    def _published_failure(self) -> PeerFailure | None:
-        for rank in range(self.world_size):
-            if rank != self.rank and self._store.check([f"failure/{rank}"]):
-                return PeerFailure(self._store.get(f"failure/{rank}").decode())
-        return None
+    def _raise_published_failure(self, store: Any = None) -> None:
+        failure = _read_failure(store or self._store, self.rank)
+        if failure is not None:
+            raise PeerFailure(failure)
 
     def close(self) -> None:
         self._group = None
+        self._beacon.stop()
+
+
+def open_store(address: StoreAddress, seconds: float) -> Any:
+    """A connection to the place where ranks meet, its keys below the prefix of one iteration. Raises RuntimeError if it can't
+    be reached within `seconds`."""
+    limit = timedelta(seconds=seconds)
+    base: Any
+    if address.path is not None:
+        base = dist.FileStore(address.path)
+    else:
+        base = dist.TCPStore(address.host or "", address.port or 0, is_master=False, wait_for_workers=False, timeout=limit)
+    return dist.PrefixStore(address.prefix, base)
+
+
+def _publish(store: Any, rank: int, failure: Failure) -> str | None:
+    """Leaves it in the store unless a peer was first, whose failure is given then."""
+    first = json.loads(store.compare_set(_FAILURE_KEY, "", json.dumps([rank, failure.describe(rank)])))
+    return None if first[0] == rank else str(first[1])
+
+
+def _read_failure(store: Any, rank: int) -> str | None:
+    """What ended the iteration first, unless it was this rank."""
+    if not store.check([_FAILURE_KEY]):
+        return None
+    first = json.loads(store.get(_FAILURE_KEY))
+    return None if first[0] == rank else str(first[1])
+
+
+def publish_from_outside(address: StoreAddress, rank: int, failure: Failure) -> str | None:
+    """Leaves a failure of the training process for the peers; gives what a peer left before. Raises RuntimeError if the store
+    of the job is gone."""
+    return _publish(open_store(address, _OUTSIDE_SECONDS), rank, failure)
+
+
+def _first_line(error: BaseException) -> str:
+    """The part of Gloo's words that says what happened."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[\S*\] ", "", line).partition(". ")[0] or type(error).__name__

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from odb_lightning.runtime.codec import PackedSamples, pack_samples, unpack_samples
 from odb_lightning.runtime.errors import Failure, RaisedFailure
 from odb_lightning.runtime.guard import GuardedWorkerInit, TimeLimit
+from odb_lightning.runtime.ring import SharedMemory
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
-from odb_lightning.runtime.settings import LoaderSettings
+from odb_lightning.runtime.settings import EpochRequest, LoaderSettings
+from odb_lightning.sharding import Shard, is_iterable, set_current_shard, split_among_ranks
 
 
 class Observed(NamedTuple):
@@ -26,7 +29,8 @@ class Observed(NamedTuple):
 
 
 class _ChunkRequest(NamedTuple):
-    epoch: int
+    seed: str
+    """Of the pass: what the samples' own seeds are made of."""
     sample_ids: Sequence[Hashable]
 
 
@@ -44,28 +48,22 @@ class _ChunkSource(Dataset[_Chunk]):
     def __init__(self, settings: LoaderSettings) -> None:
         self.dataset = settings.dataset
         self.length_fn = settings.length_fn
-        self.seed = settings.seed
 
     def __getitem__(self, request: Any) -> _Chunk:
-        epoch, sample_ids = request
+        seed, sample_ids = request
         samples: list[Any] = []
         lengths: list[int] = []
         failure = None
         for sample_id in sample_ids:
             try:
-                seed_everything_local(derive_seed(self.seed, epoch, "sample", sample_id))
+                seed_everything_local(derive_seed(seed, "sample", sample_id))
                 sample = self._fetch(sample_id)
-                lengths.append(self._observe(sample, sample_id))
+                lengths.append(_observe(self.length_fn, sample, sample_id))
                 samples.append(sample)
             except RaisedFailure as error:
                 failure = error.failure
                 break
-        try:
-            packed = pack_samples(samples)
-        except Exception as error:
-            where = f"sending samples {list(sample_ids[: len(samples)])!r} from the worker: they can't be pickled"
-            packed, lengths, failure = pack_samples([]), [], Failure.of(error, where)
-        return _Chunk(sample_ids, lengths, packed, failure)
+        return _pack(sample_ids, lengths, samples, failure)
 
     def _fetch(self, sample_id: Hashable) -> Any:
         try:
@@ -73,28 +71,102 @@ class _ChunkSource(Dataset[_Chunk]):
         except Exception as error:
             raise RaisedFailure(Failure.of(error, f"dataset[{sample_id!r}]", sample_id)) from error
 
-    def _observe(self, sample: Any, sample_id: Hashable) -> int:
-        try:
-            length = operator.index(self.length_fn(sample))
-            if length < 0:
-                raise ValueError(f"length_fn returned {length}; a length is a number of tokens, 0 or more")
-            return length
-        except Exception as error:
-            raise RaisedFailure(Failure.of(error, f"length_fn for dataset[{sample_id!r}]", sample_id)) from error
+
+def _observe(length_fn: Callable[[Any], int], sample: Any, sample_id: Hashable) -> int:
+    try:
+        length = operator.index(length_fn(sample))
+        if length < 0:
+            raise ValueError(f"length_fn returned {length}; a length is a number of tokens, 0 or more")
+        return length
+    except Exception as error:
+        raise RaisedFailure(Failure.of(error, f"length_fn for dataset[{sample_id!r}]", sample_id)) from error
+
+
+def _pack(sample_ids: Sequence[Hashable], lengths: list[int], samples: list[Any], failure: Failure | None) -> _Chunk:
+    try:
+        packed = pack_samples(samples)
+    except Exception as error:
+        where = f"sending samples {list(sample_ids[: len(samples)])!r} from the worker: they can't be pickled"
+        packed, lengths, failure = pack_samples([]), [], Failure.of(error, where)
+    return _Chunk(sample_ids, lengths, packed, failure)
+
+
+class _ChunkStream(IterableDataset[_Chunk]):
+    """Reads an iterable data set, or this process's part of it, and observes its samples. Runs in the workers.
+
+    A sample's identity is its position in the stream; where each process reads a stream of its own, (shard, position).
+    """
+
+    def __init__(self, settings: LoaderSettings, current: SharedMemory) -> None:
+        self._settings = settings
+        self._dataset = split_among_ranks(settings.dataset, settings.sharding, settings.rank, settings.world_size)
+        self._current = current
+        """Epoch and pass, which a worker that is kept has no other way to know."""
+
+    def __iter__(self) -> Iterator[_Chunk]:
+        settings, worker = self._settings, get_worker_info()
+        readers, index = (worker.num_workers, worker.id) if worker is not None else (1, 0)
+        shard = Shard(settings.rank * readers + index, settings.world_size * readers)
+        epoch, pass_number = self._current.array.view(np.int64).tolist()
+        deals = settings.sharding == "loader"
+        owns_stream = shard.total > 1 and not deals
+        seed = _pass_seed(settings.seed, epoch, pass_number)
+        set_current_shard(shard)
+        sample_ids: list[Hashable] = []
+        lengths: list[int] = []
+        samples: list[Any] = []
+        failure = None
+        iterator = None
+        for position in itertools.count():
+            sample_id: Hashable = (shard.number, position) if owns_stream else position
+            try:
+                # Dealt streams have to be the same in all processes, random ones included.
+                seed_everything_local(derive_seed(seed, "stream", sample_id))
+                if iterator is None:
+                    iterator = self._begin(epoch)
+                sample = next(iterator)
+                if deals and position % shard.total != shard.number:
+                    continue
+                sample_ids.append(sample_id)
+                lengths.append(_observe(settings.length_fn, sample, sample_id))
+                samples.append(sample)
+            except StopIteration:
+                break
+            except RaisedFailure as error:
+                failure = error.failure
+                break
+            except Exception as error:
+                where = f"the iteration of the data set, at sample {position} (shard {shard.number} of {shard.total})"
+                failure = Failure.of(error, where, sample_id)
+                break
+            if len(samples) == settings.chunk_size:
+                yield _pack(sample_ids, lengths, samples, None)
+                sample_ids, lengths, samples = [], [], []
+        if samples or failure is not None:
+            yield _pack(sample_ids, lengths, samples, failure)
+
+    def _begin(self, epoch: int) -> Iterator[Any]:
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        return iter(self._dataset)
 
 
 class _Chunks(Sampler[_ChunkRequest]):
-    """The requests of the epoch at hand; set anew for each."""
+    """The requests of the pass at hand; set anew for each."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.epoch = 0
+        self.seed = ""
         self.views: Any = ()
 
     def __iter__(self) -> Iterator[_ChunkRequest]:
         for start in range(0, len(self.views), self.size):
             part = self.views[start : start + self.size]
-            yield _ChunkRequest(self.epoch, part.tolist() if isinstance(part, np.ndarray) else list(part))
+            yield _ChunkRequest(self.seed, part.tolist() if isinstance(part, np.ndarray) else list(part))
+
+
+def _pass_seed(seed: int, epoch: int, pass_number: int) -> str:
+    return f"{seed}/{epoch}/{pass_number}" if pass_number else f"{seed}/{epoch}"
 
 
 def _as_it_is(chunk: Any) -> Any:
@@ -102,10 +174,13 @@ def _as_it_is(chunk: Any) -> Any:
 
 
 class Fetcher:
-    """All samples of an epoch, in the order of the views, whatever the number of workers."""
+    """All samples of an epoch, in the order of the views, whatever the number of workers; of an iterable data set in an order
+    that depends on that number."""
 
     def __init__(self, settings: LoaderSettings) -> None:
+        self._settings = settings
         self._chunks = _Chunks(settings.chunk_size)
+        self._current = SharedMemory(2 * 8)
         # Not the DataLoader's own timeout: with one, it looks for dead workers only after it, unless they are children of its.
         self._limit = TimeLimit(
             settings.timeouts.worker,
@@ -119,24 +194,40 @@ class Fetcher:
                 "worker_init_fn": GuardedWorkerInit(settings.worker_init_fn),
                 "multiprocessing_context": settings.start_method,
             }
+        source: Any = _ChunkStream(settings, self._current) if is_iterable(settings.dataset) else _ChunkSource(settings)
         self._loader: DataLoader[_Chunk] = DataLoader(
-            _ChunkSource(settings),
+            source,
             batch_size=None,
-            sampler=self._chunks,
+            sampler=None if isinstance(source, IterableDataset) else self._chunks,
             num_workers=settings.num_workers,
             collate_fn=_as_it_is,
             generator=torch.Generator().manual_seed(derive_seed(settings.seed, settings.rank, "workers")),
             **options,
         )
 
-    def start(self, epoch: int, views: Any) -> Iterator[Observed]:
-        """Starts the workers on the epoch at once; gives the samples as they are asked for.
+    def start(self, request: EpochRequest) -> Iterator[Observed | None]:
+        """Starts the workers on the epoch at once; gives the samples as they are asked for. In non-join, None stands between
+        two passes, of which there is no end.
 
         Raises RaisedFailure at the sample that failed, after all samples before it.
         """
-        self._chunks.epoch, self._chunks.views = epoch, views
-        chunks = iter(self._loader)
-        return self._samples(chunks)
+        return self._passes(request, self._begin(request, 0))
+
+    def _begin(self, request: EpochRequest, pass_number: int) -> Iterator[_Chunk]:
+        views, seed = request.views, self._settings.seed
+        if pass_number and request.reshuffles:
+            views = np.random.default_rng(derive_seed(seed, request.epoch, "pass", pass_number)).permutation(views)
+        self._chunks.seed, self._chunks.views = _pass_seed(seed, request.epoch, pass_number), views
+        self._current.array.view(np.int64)[:] = request.epoch, pass_number
+        return iter(self._loader)
+
+    def _passes(self, request: EpochRequest, chunks: Iterator[_Chunk]) -> Iterator[Observed | None]:
+        for pass_number in itertools.count(1):
+            yield from self._samples(chunks)
+            if self._settings.mode == "join":
+                return
+            yield None
+            chunks = self._begin(request, pass_number)
 
     def _samples(self, chunks: Iterator[_Chunk]) -> Iterator[Observed]:
         while True:

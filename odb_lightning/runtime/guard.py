@@ -54,6 +54,18 @@ def end_with_parent(stop: Connection | None = None) -> None:
     threading.Thread(target=watch, name="odb-guard", daemon=True).start()
 
 
+def end_with_launcher() -> None:
+    """Ends this process when the one that started it is gone: for a rank that a launcher started."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_PARENT_POLL_SECONDS)
+        _end()
+
+    threading.Thread(target=watch, name="odb-launcher-watch", daemon=True).start()
+
+
 def _exit_in_order(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(0)

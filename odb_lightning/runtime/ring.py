@@ -19,6 +19,7 @@ import torch
 from odb_lightning.runtime.codec import decode, encode
 
 _ALIGN = 64
+_COUNTER_BYTES = 8
 _POLL_SECONDS = 1.0
 
 
@@ -39,11 +40,18 @@ class SharedMemory:
         else:
             with tempfile.TemporaryFile() as file:
                 self._fd = os.dup(file.fileno())
-        os.ftruncate(self._fd, size)
+        os.ftruncate(self._fd, self._whole_size)
         self._map()
 
     def _map(self) -> None:
-        self.array = np.frombuffer(mmap.mmap(self._fd, self.size), dtype=np.uint8)
+        everything = np.frombuffer(mmap.mmap(self._fd, self._whole_size), dtype=np.uint8)
+        self.array = everything[: self.size]
+        self.progress = everything[self._whole_size - _COUNTER_BYTES :].view(np.int64)
+        """One number that both sides see: the collate process counts there what it gets done."""
+
+    @property
+    def _whole_size(self) -> int:
+        return -(-self.size // _COUNTER_BYTES) * _COUNTER_BYTES + _COUNTER_BYTES
 
     def __getstate__(self) -> dict[str, Any]:
         return {"size": self.size, "fd": DupFd(self._fd)}

@@ -12,21 +12,26 @@ HELPER_VARIABLE = "ODB_HELPER_PROCESS"
 """Set in the environment of a collate process and of its workers."""
 
 Policy = Literal["emit", "drop", "error"]
+Mode = Literal["join", "non_join"]
+Sharding = Literal["auto", "loader", "dataset"]
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Limits in seconds on every wait of a loader. A slow rank delays its peers, so those are generous; a dead one closes its
-    connections and is noticed at once, whatever these say."""
+    """Limits in seconds on every wait of a loader. What is slow but gets on is waited for: `exchange` and `batch` begin anew
+    with each sign of progress. A rank that is dead closes its connections and is noticed at once, whatever these say."""
 
     setup: float = 300.0
     """For the ranks' collate processes to meet."""
     exchange: float = 1800.0
-    """For the slowest rank to reach the next exchange; time in which it waits for its own training process does not count."""
+    """For the slowest rank to get on (samples brought, steps collated, its own training process waited for) on its way to the
+    next exchange."""
+    peer: float = 120.0
+    """For a rank to give a sign of life, in case that its machine or connection is gone without a word."""
     worker: float = 1800.0
     """For a worker to bring its next samples."""
     batch: float = 3600.0
-    """For the training process to get its next batch."""
+    """For the collate process, or a peer it waits for, to get on while the training process waits for a batch."""
     stop: float = 15.0
     """For the processes to end by themselves before they are killed."""
 
@@ -50,6 +55,10 @@ class LoaderSettings:
     max_rows: int | None
     oversize: Policy
     empty: Policy
+    mode: Mode
+    quota: int | None
+    """Samples of an epoch over all ranks, in non-join; None: as many as there are views."""
+    sharding: Sharding
     shuffle: bool
     seed: int
     num_workers: int
@@ -68,7 +77,7 @@ class LoaderSettings:
 
     def shared_knobs(self) -> dict[str, Any]:
         """What has to be the same on all ranks."""
-        names = ("l_max", "buffer_size", "max_rows", "oversize", "empty", "shuffle", "seed", "world_size")
+        names = ("l_max", "buffer_size", "max_rows", "oversize", "empty", "mode", "quota", "shuffle", "seed", "world_size")
         return {name: getattr(self, name) for name in names}
 
 
@@ -88,7 +97,9 @@ class EpochRequest:
 
     epoch: int
     views: Any
-    """Sample ids in the order of the sampler: an array of integers, or a list."""
+    """Sample ids in the order of the sampler: an array of integers, or a list; None for an iterable data set."""
+    reshuffles: bool
+    """Whether a further pass of non-join has another order."""
     accumulate: int
     max_steps: int | None
     store: StoreAddress | None
@@ -104,8 +115,10 @@ class LoaderStats:
     """Time in exchanges with other ranks, most of it waiting for the slowest."""
     wait_seconds: float = 0.0
     """Time the training process waited for a batch."""
+    passes: int = 0
+    """How often the shards were begun: in non-join, more than once in an epoch."""
     views_expected: int = 0
-    """Views that the sampler gave for the epochs begun."""
+    """Views that the sampler gave for the epochs begun; of an iterable data set, those that it brought."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Samples left out by a policy, by reason: "empty", "oversize"."""
     dropped_ids: list[Hashable] = field(default_factory=list)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,11 +13,13 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from odb_lightning.batch import LossScaling, StepInfo
 from odb_lightning.loader import ODBDataLoader
+from odb_lightning.runtime.errors import ODBLoaderError
 from odb_lightning.strategies.idle import BorrowedBuffers, without_a_trace, zeroed_gradients
 from odb_lightning.strategies.unwrapping import UnwrappingLoader, unwrapping
 
@@ -46,6 +51,7 @@ class ODBStrategyMixin(Strategy):
         self._odb_loaders: weakref.WeakSet[ODBDataLoader] = weakref.WeakSet()
         self._borrowed = BorrowedBuffers()
         self._step_in_progress: StepInfo | None = None
+        self._users_sigterm: Any = signal.SIG_DFL
 
     # --- loaders ---
 
@@ -55,12 +61,12 @@ class ODBStrategyMixin(Strategy):
         trainer = self._trainer
         is_training = trainer.training
         if isinstance(loader, ODBDataLoader):
-            limit = trainer.limit_train_batches
+            limit = self._limit_on_batches()
             loader.attach(
                 rank=self.data_parallel_rank,
                 world_size=self.data_parallel_size,
                 accumulate=trainer.accumulate_grad_batches if is_training else 1,
-                max_steps=limit if is_training and isinstance(limit, int) else None,
+                max_steps=limit if isinstance(limit, int) else None,
             )
             self._odb_loaders.add(loader)
             if is_training:
@@ -73,7 +79,17 @@ class ODBStrategyMixin(Strategy):
             )
         return unwrapping(loader, self._epoch_in_training if is_training else lambda: 0)
 
+    def _limit_on_batches(self) -> int | float | None:
+        trainer = self._trainer
+        if trainer.training:
+            return trainer.limit_train_batches
+        if trainer.testing:
+            return trainer.limit_test_batches
+        return trainer.limit_predict_batches if trainer.predicting else trainer.limit_val_batches
+
     def _epoch_in_training(self) -> int:
+        if self._trainer.overfit_batches > 0:
+            return 0  # the same batches in each epoch
         # trainer.current_epoch is set only after the first batch of a resumed run was drawn.
         return int(self._trainer.fit_loop.epoch_progress.current.processed)
 
@@ -116,6 +132,29 @@ class ODBStrategyMixin(Strategy):
         return trainer.val_dataloaders
 
     # --- steps ---
+
+    def on_train_start(self) -> None:
+        """Raises ValueError for several training loaders, whose batches are not scaled alike."""
+        super().on_train_start()
+        self._take_sigterm()
+        loaders = _as_list(self._trainer.train_dataloader)
+        if self.loss_scaling != "none" and len(loaders) != 1:
+            raise ValueError(
+                f"{type(self).__name__} scales the loss of one training loader, but there are {len(loaders)}: join their data "
+                'sets (torch.utils.data.ConcatDataset) in one ODBDataLoader, or pass loss_scaling="none"'
+            )
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._take_sigterm()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._take_sigterm()
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._take_sigterm()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         info = self.step_info
@@ -225,14 +264,39 @@ class ODBStrategyMixin(Strategy):
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Ends the loaders' processes, which releases the peers' too."""
-        self._close_loaders()
+        """Ends the loaders' processes, which releases the peers' too. If a peer had failed before, the exception says so."""
+        for cause in self._close_loaders(exception):
+            if isinstance(exception, Exception) and not isinstance(exception, ODBLoaderError):
+                _add_note(exception, f"Another rank failed first:\n{cause}")
         super().on_exception(exception)
 
-    def _close_loaders(self) -> None:
+    def _close_loaders(self, reason: BaseException | None = None) -> set[str]:
         self._borrowed.give_back()
-        for loader in list(self._odb_loaders):
-            loader.close()
+        causes = {loader.close(reason) for loader in list(self._odb_loaders)}
+        return {cause for cause in causes if cause is not None}
+
+    # --- SIGTERM ---
+
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        self._users_sigterm = signal.getsignal(signal.SIGTERM)
+
+    def _take_sigterm(self) -> None:
+        """Instead of Lightning's handler, which begins a collective wherever this rank is, while its peers know nothing of it.
+        Lightning puts the user's own back at the end. Under SLURM's requeueing Lightning's has another meaning, and stays."""
+        environment = getattr(self, "cluster_environment", None)
+        if not getattr(environment, "auto_requeue", False) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        """Passes it on to the ranks started by this one, and to the user's own handler; without one, ends the run."""
+        if self.launcher is not None and hasattr(self.launcher, "kill"):
+            self.launcher.kill(number)
+        if callable(self._users_sigterm):
+            self._users_sigterm(number, frame)
+        else:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
+            raise SIGTERMException(128 + number)
 
     @property
     def _trainer(self) -> Any:
@@ -243,6 +307,14 @@ class ODBStrategyMixin(Strategy):
         module = self.lightning_module
         assert module is not None
         return module
+
+
+def _add_note(exception: Exception, text: str) -> None:
+    """Below the exception's own text, where Python (3.11) can do so, else in the log."""
+    if hasattr(exception, "add_note"):
+        exception.add_note(text)
+    else:
+        logging.getLogger(__name__).error(text)
 
 
 def _as_list(loaders: Any) -> list[Any]:

@@ -325,7 +325,8 @@ class TestFailures:
     @pytest.mark.parametrize("world_size", [2, 4])
     def test_a_killed_collate_process_ends_all(self, ranks: Ranks, world_size: int) -> None:
         for rank, result in enumerate(ranks(world_size, "collator killed")):
-            self.check(result, "exit code -9" if rank == 1 else "lost a peer's collate process")
+            told = "" if rank == 1 else "^a peer ended this iteration: rank 1 failed in its loader: "
+            self.check(result, told + "the collate process of rank 1 ended unexpectedly with exit code -9")
 
     @pytest.mark.parametrize("victim", [0, 1])
     def test_a_killed_rank_ends_all(self, ranks: Ranks, victim: int) -> None:
@@ -341,7 +342,10 @@ class TestFailures:
             if rank == victim:
                 assert result["result"] is None
             else:
-                self.check(result["result"], "lost a peer's collate process")
+                gone = f"rank {victim} failed in its training process: it is gone without a word"
+                # The store in which rank 0 could leave a word is gone with it.
+                lost = r"lost the collate process of .*the store of the job is gone, too, which rank 0 holds"
+                self.check(result["result"], f"{gone}|{lost}" if victim == 0 else gone)
 
     @pytest.mark.parametrize(
         ("name", "values"),
@@ -360,7 +364,7 @@ class TestFailures:
     def test_a_rank_that_leaves_alone_ends_the_others(self, ranks: Ranks, world_size: int, name: str, leaver: int) -> None:
         for rank, result in enumerate(ranks(world_size, name)):
             if rank != leaver:
-                self.check(result, "lost a peer's collate process")
+                self.check(result, f"rank {leaver} failed in its training loop: it was left before the end of the epoch")
             elif name == "raises alone":
                 assert result["type"] == "RuntimeError"
             else:

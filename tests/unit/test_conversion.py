@@ -138,9 +138,9 @@ class TestFromDataLoader:
         assert isinstance(sampler, RandomSampler)
         assert views(loader) != list(range(40))
 
-    def test_iterable_data_is_refused_for_being_iterable(self) -> None:
-        with pytest.raises((TypeError, ValueError), match=r"map-style|[Ii]terable"):
-            ODBDataLoader.from_dataloader(DataLoader(Stream()), l_max=8)
+    def test_iterable_data_is_taken_over(self) -> None:
+        with ODBDataLoader.from_dataloader(DataLoader(Stream()), l_max=8) as loader:
+            assert sorted(sample_id for batch in loader for sample_id in batch.step.sample_ids) == [0]
 
     @pytest.mark.parametrize("existing", [[1, 2], None, DATA])
     def test_what_is_no_dataloader_is_refused(self, existing: Any) -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import signal
+import threading
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,7 +16,17 @@ import pytest
 import torch
 
 from odb_lightning import ODBDataLoader, ODBLoaderError
-from tests.loader_data import Fails, Lengths, UserError, collate, make_loader, plain_list, raise_in_the_users_code, some_pids
+from tests.loader_data import (
+    Counted,
+    Fails,
+    Lengths,
+    UserError,
+    collate,
+    make_loader,
+    plain_list,
+    raise_in_the_users_code,
+    some_pids,
+)
 from tests.loader_processes import all_end, no_process_is_left  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_process_is_left")]
@@ -217,16 +228,21 @@ def _report_pids_and_die(connection: Any) -> None:
 
 
 class TestStartMethods:
-    """Slow: each process of these imports torch."""
+    """Slow, those that start any: each process imports torch."""
 
     def test_what_cant_be_sent_under_spawn_is_named_with_the_mend(self) -> None:
+        """At construction, without pickling what is large."""
         dataset = [{"input_ids": [1], "f": lambda: None}] * 10_000
-        loader = make_loader(dataset, multiprocessing_context="spawn")
-        with pytest.raises(TypeError, match=r'dataset=.*multiprocessing_context="fork"') as caught:
-            next(iter(loader))
+        with pytest.raises(TypeError, match=r'^dataset=.*multiprocessing_context="fork"') as caught:
+            make_loader(dataset, multiprocessing_context="spawn")
         assert len(str(caught.value)) < 2000, "not the whole data set"
-        with pytest.raises(TypeError, match=r"collate_fn=.*<lambda>"):
-            next(iter(make_loader(Lengths(LENGTHS), collate_fn=lambda samples: 1, multiprocessing_context="forkserver")))
+        with pytest.raises(TypeError, match=r"^collate_fn=.*<lambda>"):
+            make_loader(Lengths(LENGTHS), collate_fn=lambda samples: 1, multiprocessing_context="forkserver")
+        with pytest.raises(TypeError, match=r"^dataset=.*can't be sent"):
+            make_loader([threading.Lock()], multiprocessing_context="spawn")
+        counted = Counted(LENGTHS)  # its counter can be sent to a child at its start, and not otherwise
+        make_loader(counted, multiprocessing_context="spawn")
+        assert make_loader(dataset, multiprocessing_context="fork").dataset is dataset
 
     @pytest.mark.slow
     @pytest.mark.timeout(150)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import (
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
 )
 
@@ -19,11 +18,6 @@ from odb_lightning.loader import length_of_input_ids
 from tests.loader_data import Lengths, collate
 
 DATA = Lengths([3, 5, 2, 4])
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter([{"input_ids": [1]}])
 
 
 def views(loader: ODBDataLoader, rank: int = 0, world_size: int = 1) -> list[Any]:
@@ -62,21 +56,43 @@ def test_bad_options_are_refused_with_their_name_and_value(options: dict[str, An
         ODBDataLoader(DATA, l_max=8, **options)
 
 
-@pytest.mark.parametrize("field", ["setup", "exchange", "worker", "batch", "stop"])
+@pytest.mark.parametrize("field", ["setup", "exchange", "peer", "worker", "batch", "stop"])
 def test_time_limits_are_positive(field: str) -> None:
     with pytest.raises(ValueError, match=rf"Timeouts\.{field} must be positive, got 0"):
         Timeouts(**{field: 0})
 
 
-def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(TypeError, match="batch_size"):
-        ODBDataLoader(DATA, l_max=8, batch_size=4)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("dataset", [Stream(), iter([1]), {1, 2}, 3])
-def test_data_without_random_access_is_refused_with_the_reason(dataset: Any) -> None:
-    with pytest.raises(TypeError, match=rf"map-style .*, got {type(dataset).__name__}"):
+@pytest.mark.parametrize(
+    ("dataset", "match"),
+    [
+        (iter([1]), "a list_iterator, an iterator, which can be read only once"),
+        ((n for n in range(3)), "a generator, an iterator"),
+        (3, r"map-style \(__getitem__ and __len__\) or iterable \(__iter__\), and a int is neither"),
+    ],
+)
+def test_data_that_is_neither_map_style_nor_iterable_is_refused(dataset: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
         ODBDataLoader(dataset, l_max=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("batch_size", "l_max decides"),
+        ("batch_sampler", "pass a sampler, or none"),
+        ("drop_last", "no sample is dropped"),
+        ("timeout", r"timeouts=Timeouts\(\.\.\.\)"),
+        ("l_mx", "there are .*buffer_size.*quota"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_mend(name: str, mend: str) -> None:
+    with pytest.raises(TypeError, match=f"no option '{name}': .*{mend}"):
+        ODBDataLoader(DATA, l_max=8, **{name: 4})
+
+
+def test_a_quota_is_for_non_join_alone() -> None:
+    with pytest.warns(UserWarning, match="quota is ignored with mode='join'"):
+        ODBDataLoader(DATA, l_max=8, quota=4)
 
 
 def test_prefetch_without_workers_warns_that_it_is_ignored() -> None:

@@ -1,0 +1,133 @@
+"""What each rank's collate process is doing, kept fresh in the store, so that peers can tell a slow one from a dead one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+LEFT = "gone: its iteration ended"
+"""The phase of a rank that has left its group."""
+
+
+def _do_nothing() -> None:
+    pass
+
+
+class Presence:
+    """One rank's place in an epoch. Changed by its main thread alone."""
+
+    __slots__ = ("beat", "epoch", "exchanges", "on_progress", "phase", "progress", "round")
+
+    def __init__(self, epoch: int = 0, on_progress: Callable[[], None] = _do_nothing) -> None:
+        self.epoch = epoch
+        self.round = 0
+        self.phase = "starting its workers"
+        self.exchanges = 0
+        """Exchanges that the rank has reached."""
+        self.progress = 0
+        """Grows with whatever is got done: samples brought, steps collated, batches waiting to be taken."""
+        self.beat = 0
+        """Grows as long as the process runs."""
+        self.on_progress = on_progress
+        """Called, too, when the rank gets on."""
+
+    def tick(self) -> None:
+        """The rank got on."""
+        self.progress += 1
+        self.on_progress()
+
+    def note(self, phase: str) -> None:
+        """The rank got on, and does this now."""
+        self.phase = phase
+        self.tick()
+
+    def encode(self) -> str:
+        """For the store."""
+        return json.dumps([self.epoch, self.round, self.phase, self.exchanges, self.progress, self.beat])
+
+    @classmethod
+    def decode(cls, text: bytes) -> Presence:
+        """As `encode` wrote it."""
+        presence = cls()
+        epoch, number, phase, exchanges, progress, beat = json.loads(text)
+        presence.epoch, presence.round, presence.phase = epoch, number, phase
+        presence.exchanges, presence.progress, presence.beat = exchanges, progress, beat
+        return presence
+
+    def describe(self, rank: int) -> str:
+        """E.g. "rank 1 (round 3 of epoch 0, collating)"."""
+        return f"rank {rank} (round {self.round} of epoch {self.epoch}, {self.phase})"
+
+
+class Beacon:
+    """Writes a `Presence` to the store from a thread of its own, every `seconds` until `stop`."""
+
+    def __init__(self, store: Any, rank: int, presence: Presence, seconds: float) -> None:
+        self.store = store
+        self._rank = rank
+        self._presence = presence
+        self._seconds = seconds
+        self._stopped = threading.Event()
+        self._write()
+        self._thread = threading.Thread(target=self._run, name="odb-beacon", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        self._presence.beat += 1
+        self.store.set(f"presence/{self._rank}", self._presence.encode())
+
+    def _run(self) -> None:
+        # A store that is gone: the rank that held it has ended, and the exchange says so.
+        with contextlib.suppress(Exception):
+            while not self._stopped.wait(self._seconds):
+                self._write()
+
+    def stop(self) -> None:
+        """Says that the rank has left, as far as that is still possible."""
+        self._stopped.set()
+        self._thread.join(self._seconds + 1.0)
+        self._presence.note(LEFT)
+        if not self._thread.is_alive():
+            with contextlib.suppress(Exception):
+                self._write()
+
+
+class Peers:
+    """The other ranks' presences, as last seen."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store = store
+        self._ranks = [other for other in range(world_size) if other != rank]
+        self.seen: dict[int, Presence] = {}
+        self._fresh: dict[int, float] = {}
+
+    def look(self, among: Sequence[int] | None = None) -> None:
+        """Reads the presences (of all peers; they have to be there)."""
+        ranks = self._ranks if among is None else among
+        now = time.monotonic()
+        for rank, text in zip(ranks, self._store.multi_get([f"presence/{rank}" for rank in ranks]), strict=True):
+            presence = Presence.decode(text)
+            if rank not in self.seen or presence.beat != self.seen[rank].beat:
+                self._fresh[rank] = now
+            self.seen[rank] = presence
+
+    def present(self) -> list[int]:
+        """The peers that have written a presence at all."""
+        return [rank for rank in self._ranks if self._store.check([f"presence/{rank}"])]
+
+    def stale(self, seconds: float) -> list[int]:
+        """Peers whose presence was the same for so long, as seen from here, though they have not left."""
+        now = time.monotonic()
+        return [rank for rank, since in self._fresh.items() if now - since >= seconds and self.seen[rank].phase != LEFT]
+
+    def behind(self, exchanges: int) -> list[int]:
+        """Peers that have not reached as many exchanges."""
+        return [rank for rank, presence in self.seen.items() if presence.exchanges < exchanges]
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """These peers, and what they did when last seen."""
+        return ", ".join(self.seen[rank].describe(rank) if rank in self.seen else f"rank {rank}" for rank in ranks)
