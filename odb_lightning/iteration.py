@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from odb_lightning.loader import ODBDataLoader
 
 
-_LEFT = "it was left before the end of the epoch, by a break or an error that the loader is not told of"
-
-
 class Iteration(Iterator[ODBBatch]):
     """One pass. Starts its processes with the first `next`, and takes them along when it is dropped before its end."""
 
@@ -66,7 +63,7 @@ class Iteration(Iterator[ODBBatch]):
                 raise error
 
     def _finish(self, loader: ODBDataLoader) -> None:
-        loader._has_begun, loader._unfinished_epoch = True, None
+        loader._has_begun, loader._unfinished_epoch, loader._meeting = True, None, (None, 0)
         self._loader, loader._iteration = None, None
         if not loader._keeps_process:
             loader.close()
@@ -78,16 +75,13 @@ class Iteration(Iterator[ODBBatch]):
             return None
         loader._iteration = None
         earlier = None
-        if self._process is None:
-            if reason is not None:
-                earlier = loader._tell_peers("beginning an epoch", reason)
-            return earlier
         if isinstance(reason, ODBLoaderError):
             if not reason.is_known_to_peers:
                 loader._tell_peers("its loader", str(reason))
-        else:
-            earlier = loader._tell_peers("its training loop", reason or _LEFT)
-        loader.close()
+        elif reason is not None:
+            earlier = loader._tell_peers("its training loop" if self._process else "beginning an epoch", reason)
+        if self._process is not None:
+            loader._end_process()
         return earlier
 
     def __del__(self) -> None:

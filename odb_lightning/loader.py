@@ -181,7 +181,7 @@ class ODBDataLoader:
         self._epoch = 0
         self._has_begun = False
         self._meeting: tuple[StoreAddress | None, int] = None, 0
-        """Where the ranks of the iteration under way, or of the last one, met, and which one this is."""
+        """Where the ranks of the iteration under way, or left before its end, met, and which one this is."""
         self._process: CollateProcess | None = None
         # Weakly: a pass ends, and its processes with it, when a broken-off `for` loop drops it.
         self._iteration: weakref.ref[Iteration] | None = None
@@ -260,7 +260,10 @@ class ODBDataLoader:
 
     def _end_iteration(self, reason: BaseException | None = None) -> str | None:
         iteration = None if self._iteration is None else self._iteration()
-        return None if iteration is None else iteration.close(reason)
+        if iteration is not None:
+            return iteration.close(reason)
+        # An error in the body of a `for` loop drops the iteration first, before anyone can be told of it.
+        return None if reason is None else self._tell_peers("its training loop", reason)
 
     def _end_process(self) -> None:
         if self._process is not None:
@@ -300,7 +303,7 @@ class ODBDataLoader:
 
     def _tell_peers(self, where: str, error: BaseException | str) -> str | None:
         """How the iteration under way ended here, so that they can say so. Gives what a peer told before."""
-        address, rank = self._meeting
+        (address, rank), self._meeting = self._meeting, (None, 0)
         if address is None:
             return None
         try:

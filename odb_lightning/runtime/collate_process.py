@@ -14,9 +14,9 @@ import torch
 from odb_lightning.runtime.counting import TargetCounter
 from odb_lightning.runtime.epoch import EpochRun
 from odb_lightning.runtime.errors import Failure, PeerFailure, RaisedFailure
-from odb_lightning.runtime.exchange import Exchange, GlooExchange, SoloExchange
+from odb_lightning.runtime.exchange import Exchange, GlooExchange, SoloExchange, has_abandoned_group
 from odb_lightning.runtime.fetch import Fetcher
-from odb_lightning.runtime.guard import end_with_parent, own_signals
+from odb_lightning.runtime.guard import end_with_parent, exit_put_off, own_signals
 from odb_lightning.runtime.presence import Presence
 from odb_lightning.runtime.ring import BatchSender, SharedMemory
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
@@ -41,6 +41,8 @@ def collate_main(
         _serve_epochs(process, requests)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
     process.close()
+    if has_abandoned_group():
+        os._exit(0)
 
 
 def _serve_epochs(process: _CollateProcess, requests: Connection) -> None:
@@ -82,6 +84,7 @@ class _CollateProcess:
         rank = self._settings.rank
         presence = Presence(request.epoch, self._count_progress)
         exchange: Exchange = SoloExchange(presence)
+        told: str | None = None
         try:
             if request.store is not None:
                 exchange = GlooExchange(request.store, rank, self._settings.world_size, self._settings.timeouts, presence)
@@ -94,9 +97,9 @@ class _CollateProcess:
                 self._check_knobs(exchange, request)
             run.run(exchange)
         except RaisedFailure as error:
-            self._report(error.failure.describe(rank))
+            told = error.failure.describe(rank)
         except PeerFailure as error:
-            self._report(f"a peer ended this iteration: {error}")
+            told = f"a peer ended this iteration: {error}"
         except (EOFError, ConnectionError):
             exchange.publish(_TRAINER_GONE)
         except SystemExit:
@@ -107,9 +110,13 @@ class _CollateProcess:
         except Exception as error:
             failure = Failure.of(error, "the collate process")
             exchange.publish(failure)
-            self._report(failure.describe(rank))
+            told = failure.describe(rank)
         finally:
-            exchange.close()
+            with exit_put_off():
+                exchange.close()
+        if told is not None:
+            # Not before: the training process ends this one as soon as it knows, and the peers have to hear of it first.
+            self._report(told)
 
     def _report(self, text: str) -> None:
         with contextlib.suppress(EOFError, ConnectionError):  # the training process may be gone

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -107,31 +109,40 @@ class GlooExchange:
         self.presence = presence
         self._timeouts = timeouts
         self._beat_seconds = min(_BEAT_SECONDS, timeouts.exchange / 4, timeouts.peer / 4)
-        self._store = open_store(address, timeouts.setup)
+        self._store = open_store(address, timeouts.setup, f"exchange {rank}")
+        self._connect_watch = partial(open_store, address, timeouts.setup, f"watch {rank}")
         self._peers = Peers(self._store, rank, world_size)
-        # A connection of its own: one that waits for a key would hold up the beats.
-        self._beacon = Beacon(open_store(address, timeouts.setup), rank, presence, self._beat_seconds)
+        connect = partial(open_store, address, timeouts.setup, f"beacon {rank}")
+        self._beacon: Any = Beacon(self._store, connect, rank, presence, self._beat_seconds)
         self._group: Any = None
+        self._work: Any = None
+        """The operation under way."""
 
     def meet(self) -> None:
         """Forms the group with the peers' collate processes. Raises PeerFailure if one failed before, or does not come."""
         self.presence.note("meeting its peers")
+        self._store.set(f"ready/{self.rank}", "1")
+        self._await_keys({rank: f"ready/{rank}" for rank in range(self.world_size)})
+        self.presence.note("forming the group")
+        self._form_group(self._timeouts.setup)
+        self.presence.note("comparing options")
+
+    def _await_keys(self, keys: dict[int, str]) -> None:
+        """Until each of these ranks has written its key. Looked at again and again: a wait in the store can't be interrupted."""
         limit = self._timeouts.setup
         deadline = time.monotonic() + limit
-        self._store.set(f"ready/{self.rank}", "1")
-        everyone = [f"ready/{rank}" for rank in range(self.world_size)]
-        while not self._store.check(everyone):
+        while not self._store.check(list(keys.values())):
             self._raise_published_failure()
             if time.monotonic() > deadline:
-                missing = [rank for rank in range(self.world_size) if not self._store.check([f"ready/{rank}"])]
+                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
                 here = [rank for rank in self._peers.present() if rank in missing]
-                self._peers.look(here)
+                if here:
+                    self._peers.look(here)
                 raise PeerFailure(
                     f"rank {self.rank} did not meet {self._peers.describe(missing)} within Timeouts(setup={limit:.0f}) "
                     "seconds: every rank has to iterate over the same loaders in the same order"
                 )
             time.sleep(_LONGEST_PAUSE_SECONDS)
-        self._form_group(limit)
 
     def _form_group(self, limit: float) -> None:
         """All are there, so this takes no time, unless one of them dies just now."""
@@ -144,26 +155,32 @@ class GlooExchange:
             except RuntimeError as error:
                 formed.append(error)
 
-        # In a thread, as it can't be interrupted; the store is its alone meanwhile, and the beacon's connection is not.
+        # In a thread, as it can't be interrupted.
         thread = threading.Thread(target=form, name="odb-meet", daemon=True)
         thread.start()
-        watch = Peers(self._beacon.store, self.rank, self.world_size)
         thread.join(self._beat_seconds)
+        if thread.is_alive():
+            self._watch_forming(thread)
+        if isinstance(formed[0], RuntimeError):
+            raise self.peer_failure(_first_line(formed[0])) from formed[0]
+        self._group = formed[0]
+
+    def _watch_forming(self, thread: threading.Thread) -> None:
+        store = self._connect_watch()  # the usual connection waits for what the peers have to write
+        watch = Peers(store, self.rank, self.world_size)
         while thread.is_alive():
             watch.look()
             dead = watch.stale(_FORMING_BEATS * self._beat_seconds)
             if dead:
                 raise PeerFailure(f"rank {self.rank} lost {watch.describe(dead)}: no sign of life while the ranks met")
-            self._raise_published_failure(self._beacon.store)
+            self._raise_published_failure(store)
             thread.join(self._beat_seconds)
-        if isinstance(formed[0], RuntimeError):
-            raise self.peer_failure(_first_line(formed[0])) from formed[0]
-        self._group = formed[0]
 
     def compare_knobs(self, knobs: dict[str, Any]) -> str | None:
         """What differs between this rank's knobs and rank 0's, in words; None if nothing does."""
         if self.rank == 0:
             self._store.set("knobs", json.dumps(knobs))
+        self._await_keys({0: "knobs"})
         first = json.loads(self._store.get("knobs"))
         differing = [
             f"{name} is {knobs[name]!r} on rank {self.rank} and {first[name]!r} on rank 0"
@@ -205,7 +222,7 @@ class GlooExchange:
         phase = self.presence.phase
         self.presence.note("in an exchange")
         try:
-            work = self._or_peer_failure(start)
+            work = self._work = self._or_peer_failure(start)
             # Looked at in small pauses, not waited for in C++, so that a stop can interrupt it. What a signal handler raises
             # here (torch's, for a dead worker) is this rank's own failure.
             while not work.is_completed():
@@ -268,10 +285,16 @@ class GlooExchange:
             return failure
         except RuntimeError:
             error += "; the store of the job is gone, too, which rank 0 holds where no launcher does"
-        gone = [rank for rank, presence in self._peers.seen.items() if presence.phase == LEFT]
-        dead = self._peers.stale((_GRACE_BEATS - 1) * self._beat_seconds)
-        who = self._peers.describe(dead or gone) or "a peer"
-        return PeerFailure(f"rank {self.rank} lost the collate process of {who} ({error})")
+        # Those that noticed it as this rank did have come as far; the one that began it has not.
+        behind = self._peers.behind(self.presence.exchanges) or list(self._peers.seen)
+        left = [rank for rank in behind if self._peers.seen[rank].phase == LEFT]
+        dead = [rank for rank in self._peers.stale((_GRACE_BEATS - 1) * self._beat_seconds) if rank in behind]
+        if left and not dead:
+            return PeerFailure(
+                f"{self._peers.describe(left)} the iteration before its end, by a break or by an error that the loader was not "
+                f"told of, so rank {self.rank} can't go on"
+            )
+        return PeerFailure(f"rank {self.rank} lost the collate process of {self._peers.describe(dead) or 'a peer'} ({error})")
 
     def _raise_published_failure(self, store: Any = None) -> None:
         failure = _read_failure(store or self._store, self.rank)
@@ -279,20 +302,42 @@ class GlooExchange:
             raise PeerFailure(failure)
 
     def close(self) -> None:
-        self._group = None
-        self._beacon.stop()
+        if self._beacon is not None:
+            self._beacon.stop()
+        if self._work is not None and not self._work.is_completed():
+            _abandoned.append(self._group)
+        self._group = self._work = self._beacon = None
 
 
-def open_store(address: StoreAddress, seconds: float) -> Any:
-    """A connection to the place where ranks meet, its keys below the prefix of one iteration. Raises RuntimeError if it can't
-    be reached within `seconds`."""
-    limit = timedelta(seconds=seconds)
-    base: Any
-    if address.path is not None:
-        base = dist.FileStore(address.path)
-    else:
-        base = dist.TCPStore(address.host or "", address.port or 0, is_master=False, wait_for_workers=False, timeout=limit)
-    return dist.PrefixStore(address.prefix, base)
+_abandoned: list[Any] = []
+"""Groups with an operation that waits for a peer: Gloo can't take it back, and to delete the group would wait for it."""
+
+
+def has_abandoned_group() -> bool:
+    """Whether this process has to end without cleaning up after Python, which would wait for a peer."""
+    return bool(_abandoned)
+
+
+_connections: dict[tuple[Any, ...], Any] = {}
+"""Kept by the process, as to connect can take seconds where names are looked up slowly."""
+os.register_at_fork(after_in_child=_connections.clear)
+
+
+def open_store(address: StoreAddress, seconds: float, purpose: str) -> Any:
+    """The place where ranks meet, its keys below the prefix of one iteration, on a connection that is kept for this `purpose`.
+
+    Raises RuntimeError if it can't be reached within `seconds`.
+    """
+    key = (address.host, address.port, address.path, purpose, seconds)
+    if key not in _connections:
+        limit = timedelta(seconds=seconds)
+        host, port = address.host or "", address.port or 0
+        _connections[key] = (
+            dist.FileStore(address.path)
+            if address.path is not None
+            else dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        )
+    return dist.PrefixStore(address.prefix, _connections[key])
 
 
 def _publish(store: Any, rank: int, failure: Failure) -> str | None:
@@ -312,7 +357,7 @@ def _read_failure(store: Any, rank: int) -> str | None:
 def publish_from_outside(address: StoreAddress, rank: int, failure: Failure) -> str | None:
     """Leaves a failure of the training process for the peers; gives what a peer left before. Raises RuntimeError if the store
     of the job is gone."""
-    return _publish(open_store(address, _OUTSIDE_SECONDS), rank, failure)
+    return _publish(open_store(address, _OUTSIDE_SECONDS, f"trainer {rank}"), rank, failure)
 
 
 def _first_line(error: BaseException) -> str:

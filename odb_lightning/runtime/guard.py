@@ -7,13 +7,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 _PARENT_POLL_SECONDS = 0.5
 _ORDERLY_END_SECONDS = 10.0
 _SIGNAL_AGAIN_SECONDS = 0.05
+_RAISE_AGAIN_SECONDS = 1.0
 
 
 def _end() -> None:
@@ -66,9 +68,28 @@ def end_with_launcher() -> None:
     threading.Thread(target=watch, name="odb-launcher-watch", daemon=True).start()
 
 
+class _OrderlyExit:
+    """When the exception that ends the main thread is raised: again if it was lost, as one inside of a finaliser is."""
+
+    last_raised = 0.0
+    is_put_off = False
+
+
 def _exit_in_order(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit(0)
+    now = time.monotonic()
+    if not _OrderlyExit.is_put_off and now - _OrderlyExit.last_raised >= _RAISE_AGAIN_SECONDS:
+        _OrderlyExit.last_raised = now
+        raise SystemExit(0)
+
+
+@contextmanager
+def exit_put_off() -> Iterator[None]:
+    """A stop waits for what is done inside: clean-up, which takes no time."""
+    _OrderlyExit.is_put_off = True
+    try:
+        yield
+    finally:
+        _OrderlyExit.is_put_off = False
 
 
 def own_signals(*, in_order: bool = False) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-LEFT = "gone: its iteration ended"
+LEFT = "has left"
 """The phase of a rank that has left its group."""
 
 
@@ -64,36 +64,41 @@ class Presence:
 
 
 class Beacon:
-    """Writes a `Presence` to the store from a thread of its own, every `seconds` until `stop`."""
+    """Writes a `Presence` to the store: now, every `seconds` from a thread of its own, and for the last time at `stop`.
 
-    def __init__(self, store: Any, rank: int, presence: Presence, seconds: float) -> None:
-        self.store = store
+    The thread uses a connection of its own, which `connect` gives: one that waits for a key would hold up the beats.
+    """
+
+    def __init__(self, store: Any, connect: Callable[[], Any], rank: int, presence: Presence, seconds: float) -> None:
+        self._store = store
+        self._connect = connect
         self._rank = rank
         self._presence = presence
         self._seconds = seconds
         self._stopped = threading.Event()
-        self._write()
+        self._write(store)
         self._thread = threading.Thread(target=self._run, name="odb-beacon", daemon=True)
         self._thread.start()
 
-    def _write(self) -> None:
+    def _write(self, store: Any) -> None:
         self._presence.beat += 1
-        self.store.set(f"presence/{self._rank}", self._presence.encode())
+        store.set(f"presence/{self._rank}", self._presence.encode())
 
     def _run(self) -> None:
+        store = None
         # A store that is gone: the rank that held it has ended, and the exchange says so.
         with contextlib.suppress(Exception):
             while not self._stopped.wait(self._seconds):
-                self._write()
+                store = store or self._connect()  # not before it is needed: names can take seconds to look up
+                self._write(store)
 
     def stop(self) -> None:
         """Says that the rank has left, as far as that is still possible."""
         self._stopped.set()
         self._thread.join(self._seconds + 1.0)
         self._presence.note(LEFT)
-        if not self._thread.is_alive():
-            with contextlib.suppress(Exception):
-                self._write()
+        with contextlib.suppress(Exception):
+            self._write(self._store)
 
 
 class Peers:

@@ -11,14 +11,15 @@ import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 
-from odb_lightning import ODBBatch, ODBDataLoader, Timeouts
+from odb_lightning import ODBBatch, ODBDataLoader, Timeouts, current_shard
 from tests.helpers import running_members
 from tests.loader_data import IGNORED, Fails, Lengths, collate, lognormal_lengths, raise_in_the_users_code
 from tests.loader_processes import all_end
@@ -29,6 +30,20 @@ TIMEOUTS = Timeouts(setup=20, exchange=25, worker=25, batch=30)
 CASE_SECONDS = 60
 
 LENGTHS = [*lognormal_lengths(70, seed=3, longest=50), 100, 100, 0]
+
+
+_LOADER_OPTIONS = (
+    "l_max",
+    "buffer_size",
+    "max_rows",
+    "shuffle",
+    "oversize",
+    "accumulate",
+    "num_workers",
+    "seed",
+    "mode",
+    "quota",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +60,11 @@ class Form:
     accumulate: int = 1
     num_workers: int = 1
     seed: int = 0
+    mode: str = "join"
+    quota: int | None = None
 
     def loader(self, own_rank: int, **options: Any) -> ODBDataLoader:
-        names = ("l_max", "buffer_size", "max_rows", "shuffle", "oversize", "accumulate", "num_workers", "seed")
-        own = {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in _LOADER_OPTIONS}
         if self.shards is not None:
             own["sampler"] = self.shards[own_rank] if own_rank < len(self.shards) else ()
         return make_loader(Lengths(self.lengths), **(own | options))
@@ -74,8 +90,24 @@ FORMS = {
     "8-and-2": Form(tuple([100] * 24), _cut(8, 2, 4, 4), l_max=100, accumulate=4),
     "4-4-8-4": Form(tuple([100] * 20), _cut(4, 4, 8, 4), l_max=100),
     "10-short-1-long": Form(tuple([64] * 10 + [900]), l_max=1024, buffer_size=8),
+    "8-and-5": Form(tuple(LENGTHS), _cut(8, 5)),
+    "40-and-29": Form(tuple(LENGTHS), _cut(40, 29), buffer_size=8),
+    "all-over-budget": Form(tuple(range(65, 85)), _cut(7, 2, 0, 11)),
+    "huge-outlier": Form((*LENGTHS[:40], 20_000), l_max=100),
+    "zeros": Form((0, 0, 4, 0, 9, 0, 3, 8, 0, 0, 5), _cut(2, 5, 0, 4), l_max=20),
+    "minimal": Form((1, 64, 65, 3, 640), l_max=64),
     "nothing": Form(()),
     "all-dropped": Form((0, 0, 0)),
+}
+
+NON_JOIN_FORMS = {
+    "24-and-5": Form(tuple(LENGTHS), _cut(24, 5, 0, 7), mode="non_join"),
+    "empty": Form(tuple(LENGTHS), _cut(0, 30, 0, 1), mode="non_join", accumulate=3),
+    "quota": Form(tuple(LENGTHS), _cut(9, 20, 30, 10), mode="non_join", quota=150, num_workers=0, shuffle=False),
+    "small-quota": Form(tuple(LENGTHS), _cut(30, 20, 3, 10), mode="non_join", quota=11, accumulate=2),
+    "zeros": Form((0, 0, 4, 0, 9, 0, 0, 8, 0, 0, 5), _cut(5, 2, 0, 4), l_max=20, mode="non_join"),
+    "window-of-one": Form(tuple(LENGTHS), _cut(12, 5, 1, 7), mode="non_join", buffer_size=1),
+    "nothing": Form((), mode="non_join"),
 }
 
 
@@ -108,9 +140,9 @@ def describe(data: Any) -> dict[str, Any]:
     return {"ids": data["input_ids"][:, 0].tolist(), "shape": list(data["input_ids"].shape), "targets": targets}
 
 
-def run_form(name: str, epochs: int = 2) -> dict[str, Any]:
+def run_form(name: str, epochs: int = 2, joins: bool = True) -> dict[str, Any]:
     """All steps of all epochs of a form."""
-    with FORMS[name].loader(position()[0]) as loader:
+    with (FORMS if joins else NON_JOIN_FORMS)[name].loader(position()[0]) as loader:
         steps = [record(batch) for _ in range(epochs) for batch in loader]
         stats = dataclasses.asdict(loader.stats)
     return {"steps": steps, "stats": stats}
@@ -266,6 +298,47 @@ def random_draws(num_workers: int) -> Any:
     rank, _ = position()
     with make_loader(_Drawing([4] * 40), num_workers=(num_workers + rank) % 3, collate_fn=_drawing_collate) as loader:
         return [[list(batch.step.sample_ids), batch.data] for batch in loader if not batch.step.is_idle]
+
+
+class _Stream(IterableDataset[Any]):
+    """The same samples in every process; or this process's part of them."""
+
+    def __init__(self, lengths: list[int], is_split: bool) -> None:
+        self.lengths = lengths
+        self.is_split = is_split
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = Lengths(self.lengths)
+        shard = current_shard() if self.is_split else (0, 1)
+        for index in range(len(samples))[shard[0] :: shard[1]]:
+            yield samples[index]
+
+
+def iterable(how: str, num_workers: int) -> dict[str, Any]:
+    """The steps of two epochs over a data set without an index; the samples say which they are."""
+    rank, world_size = position()
+    dataset: Any
+    if how == "hugging face":
+        from datasets import Dataset
+
+        rows = [{"input_ids": [index] * length} for index, length in enumerate(LENGTHS)]
+        dataset = Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+        if num_workers == 0 and world_size > 1:
+            from datasets.distributed import split_dataset_by_node
+
+            dataset = split_dataset_by_node(dataset, rank, world_size)  # by the user: not once more
+        options: dict[str, Any] = {"collate_fn": _first_ids}
+    else:
+        dataset = _Stream(LENGTHS, is_split=how == "dataset")
+        options = {"sharding": how}
+    with make_loader(dataset, num_workers=num_workers, shuffle=False, **options) as loader:
+        steps = [record(batch) for _ in range(2) for batch in loader]
+        return {"steps": steps, "expected": loader.stats.views_expected}
+
+
+def _first_ids(samples: list[Any]) -> dict[str, Any]:
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(sample["input_ids"]) for sample in samples], batch_first=True)
+    return {"input_ids": ids, "labels": ids}
 
 
 class _Drawing(Lengths):

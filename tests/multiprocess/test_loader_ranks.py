@@ -11,7 +11,7 @@ import pytest
 from odb_lightning import ShardedSampler
 from odb_lightning.plan import RoundPlanner, simulate_ranks
 from tests.multiprocess import loader_cases
-from tests.multiprocess.loader_cases import FORMS, Form, guarded
+from tests.multiprocess.loader_cases import FORMS, LENGTHS, NON_JOIN_FORMS, Form, guarded
 from tests.multiprocess.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
@@ -21,7 +21,10 @@ NOTICED_SECONDS = 30.0
 """Within which every rank has to know of a failure of any. The loaders' limit on forming the group is 20 s, and one that fails
 at that very moment is noticed by it; their other limits are longer."""
 
+ITERABLES = [("loader", 2), ("loader", 0), ("dataset", 2), ("hugging face", 2), ("hugging face", 0)]
 ALL = [[f"form {name}", "run_form", {"name": name}] for name in FORMS] + [
+    *[[f"non-join {name}", "run_form", {"name": name, "joins": False}] for name in NON_JOIN_FORMS],
+    *[[f"iterable {how} {n}", "iterable", {"how": how, "num_workers": n}] for how, n in ITERABLES],
     ["breaks", "breaks_everywhere", {}],
     ["train and val", "train_and_val", {}],
     ["slow", "slow_rank", {}],
@@ -113,9 +116,11 @@ def simulated(form: Form, world_size: int, epoch: int) -> list[list[list[int]]]:
             buffer_size=form.buffer_size,
             max_rows=form.max_rows,
             order_seed=f"{form.seed}/{epoch}" if form.shuffle else None,
+            joins=form.mode == "join",
         )
 
-    run = simulate_ranks([[form.lengths[index] for index in shard] for shard in shards], planner)
+    quota = form.quota or sum(len(shard) for shard in shards_of(form, world_size, epoch))
+    run = simulate_ranks([[form.lengths[index] for index in shard] for shard in shards], planner, quota=quota)
     return [[[shards[rank][position] for position in group] for rank, group in enumerate(step)] for step in run.steps]
 
 
@@ -174,6 +179,44 @@ def test_real_ranks_form_the_groups_of_simulated_ranks(ranks: Ranks, world_size:
         views = [index for epoch in range(2) for index in shards_of(form, world_size, epoch)[rank]]
         assert result["stats"]["views_expected"] == len(views)
         assert result["stats"]["dropped_ids"] == [index for index in views if not kept(form, index)]
+
+
+@pytest.mark.parametrize("name", NON_JOIN_FORMS)
+@pytest.mark.parametrize("world_size", RANKS)
+def test_real_ranks_of_non_join_form_the_groups_of_simulated_ranks(ranks: Ranks, world_size: int, name: str) -> None:
+    form, results = NON_JOIN_FORMS[name], ranks(world_size, f"non-join {name}")
+    shards = shards_of(form, world_size, 0)
+    quota = form.quota or sum(map(len, shards))
+    for epoch in range(2):
+        steps = groups(results, epoch)
+        assert steps == simulated(form, world_size, epoch)
+        sizes = [sum(map(len, step)) for step in steps]
+        assert quota <= sum(sizes) < quota + max(sizes, default=1)
+        for shard, emitted in zip(shards, zip(*steps, strict=True), strict=False):
+            assert {index for group in emitted for index in group} <= set(shard)
+    check_numbers(form, results, world_size)
+    passes = [result["stats"]["passes"] for result in results]
+    assert len(results) == 1 or name not in ("24-and-5", "quota") or max(passes) > 2, "in two epochs"
+
+
+@pytest.mark.parametrize(("how", "num_workers"), ITERABLES)
+@pytest.mark.parametrize("world_size", RANKS)
+def test_each_sample_of_an_iterable_data_set_is_trained_once(ranks: Ranks, world_size: int, how: str, num_workers: int) -> None:
+    """C08"""
+    results = ranks(world_size, f"iterable {how} {num_workers}")
+    identities = {}
+    for epoch in range(2):
+        groups(results, epoch)  # the same number of steps on all ranks
+        steps = [step for result in results for step in result["steps"] if step["epoch"] == epoch and not step["is_idle"]]
+        trained = [
+            (index, str(sample_id))
+            for step in steps
+            for index, sample_id in zip(step["data"]["ids"], step["sample_ids"], strict=True)
+        ]
+        assert sorted(index for index, _ in trained) == list(range(len(LENGTHS) - 1)), "the last one is empty"
+        assert len({sample_id for _, sample_id in trained}) == len(trained), "identities are unique over all ranks"
+        assert identities.setdefault("first", dict(trained)) == dict(trained), "and the same in each epoch"
+    assert sum(result["expected"] for result in results) == 2 * len(LENGTHS)
 
 
 def test_fewer_samples_than_ranks_is_one_step_with_an_idle_rank(ranks: Ranks) -> None:
@@ -364,7 +407,7 @@ class TestFailures:
     def test_a_rank_that_leaves_alone_ends_the_others(self, ranks: Ranks, world_size: int, name: str, leaver: int) -> None:
         for rank, result in enumerate(ranks(world_size, name)):
             if rank != leaver:
-                self.check(result, f"rank {leaver} failed in its training loop: it was left before the end of the epoch")
+                self.check(result, rf"rank {leaver} \(round \d+ of epoch 0, has left\) the iteration before its end")
             elif name == "raises alone":
                 assert result["type"] == "RuntimeError"
             else:
