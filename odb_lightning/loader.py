@@ -26,7 +26,7 @@ from odb_lightning.loader_options import (
 from odb_lightning.runtime.client import CollateProcess
 from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised, check_rule
 from odb_lightning.runtime.errors import Failure, ODBLoaderError
-from odb_lightning.runtime.exchange import publish_from_outside
+from odb_lightning.runtime.exchange import connect_from_outside, publish_from_outside
 from odb_lightning.runtime.rendezvous import data_parallel_position, store_address
 from odb_lightning.runtime.seeding import derive_seed, preserved_random_state, seed_everything_local
 from odb_lightning.runtime.settings import EpochRequest, LoaderSettings, LoaderStats, StoreAddress, Timeouts
@@ -291,6 +291,8 @@ class ODBDataLoader:
         if self._process is not None and not self._process.is_alive:
             warnings.warn("the loader's processes have ended since the last epoch; they are started again", stacklevel=3)
             self._end_process()
+        if request.store is not None:
+            connect_from_outside(request.store, rank)
         if self._process is None:
             settings = LoaderSettings(rank=rank, world_size=world_size, **self._options)
             self._process = CollateProcess(settings, self.pin_memory)

@@ -17,7 +17,7 @@ class SimulatedRun:
     steps: list[list[list[int]]]
     num_rounds: int
     num_passes: int = 1
-    """How often the shards were begun: more than once in non-join alone."""
+    """Logical passes, which the first rank without a view left ends for all: more than one in non-join alone."""
 
 
 def simulate_ranks(
@@ -31,7 +31,7 @@ def simulate_ranks(
     `make_planner(rank)` gives each rank's planner. Join ends when all views are emitted; non-join begins shards anew, pass
     after pass, until `quota` samples are (by default as many as there are views). Raises RuntimeError if a rank's outcome
     differs from its peers', if a pass of non-join has no view at all, or if the epoch does not end within `max_rounds`
-    (default for join: the largest shard, plus the largest window, plus two).
+    (default: the largest shard, plus the largest window, plus two; in non-join twice the quota more).
     """
     planners = [make_planner(rank) for rank in range(len(shards))]
     joins = all(planner.joins for planner in planners)
@@ -47,8 +47,6 @@ def simulate_ranks(
     ends = list(map(len, shards))
     num_passes = 1
     for round_number in range(1, max_rounds + 1):
-        if windows.is_full:
-            return SimulatedRun(steps, round_number - 1, num_passes)
         reports = []
         for planner, shard, end in zip(planners, shards, ends, strict=True):
             while planner.room > 0 and planner.num_observed < end:
@@ -74,4 +72,6 @@ def simulate_ranks(
             step = [[ticket % len(shard) for ticket in plan.groups[index]] for plan, shard in zip(plans, shards, strict=True)]
             windows.add(step, 0, sum(map(len, step)))
             steps.append(step)
+        if windows.is_full:
+            return SimulatedRun(steps, round_number, num_passes)
     raise RuntimeError(f"the epoch did not end within {max_rounds} rounds")

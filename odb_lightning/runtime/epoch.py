@@ -82,6 +82,8 @@ class EpochRun:
             num_views = self._stats.views_expected
             quota = self._settings.quota
             self._windows.quota = int(exchange.all_reduce_sum([num_views])[0]) if quota is None else quota
+            if self._windows.quota == 0:
+                self._check_quota()
         while not self._windows.is_full:
             presence.round = self._planner.num_rounds
             failure = self._catch(self._fill_window)

@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -28,8 +28,8 @@ _SHORTEST_PAUSE_SECONDS = 50e-6
 _LONGEST_PAUSE_SECONDS = 5e-3
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 5.0
-_OUTSIDE_SECONDS = 3.0
-"""For the training process to reach the store of the job, which may be gone."""
+_OUTSIDE_SECONDS = 10.0
+"""For the training process to reach the store of the job."""
 _NO_LIMIT = timedelta(days=365)
 """Of Gloo's own; `_wait` has the limit."""
 _WORKER_DIED = "DataLoader worker"
@@ -121,14 +121,24 @@ class GlooExchange:
     def meet(self) -> None:
         """Forms the group with the peers' collate processes. Raises PeerFailure if one failed before, or does not come."""
         self.presence.note("meeting its peers")
-        self._store.set(f"ready/{self.rank}", "1")
-        self._await_keys({rank: f"ready/{rank}" for rank in range(self.world_size)})
+        with self._store_lost_is_a_peers_failure():
+            self._store.set(f"ready/{self.rank}", "1")
+            self._await_keys({rank: f"ready/{rank}" for rank in range(self.world_size)})
         self.presence.note("forming the group")
         self._form_group(self._timeouts.setup)
         self.presence.note("comparing options")
 
+    @contextlib.contextmanager
+    def _store_lost_is_a_peers_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerFailure(
+                f"rank {self.rank} lost the store of the job, which rank 0 holds where no launcher does ({_first_line(error)})"
+            ) from error
+
     def _await_keys(self, keys: dict[int, str]) -> None:
-        """Until each of these ranks has written its key. Looked at again and again: a wait in the store can't be interrupted."""
+        """Until each of these ranks has written its key. Looked at again and again, as the store's own wait can't be ended."""
         limit = self._timeouts.setup
         deadline = time.monotonic() + limit
         while not self._store.check(list(keys.values())):
@@ -178,10 +188,11 @@ class GlooExchange:
 
     def compare_knobs(self, knobs: dict[str, Any]) -> str | None:
         """What differs between this rank's knobs and rank 0's, in words; None if nothing does."""
-        if self.rank == 0:
-            self._store.set("knobs", json.dumps(knobs))
-        self._await_keys({0: "knobs"})
-        first = json.loads(self._store.get("knobs"))
+        with self._store_lost_is_a_peers_failure():
+            if self.rank == 0:
+                self._store.set("knobs", json.dumps(knobs))
+            self._await_keys({0: "knobs"})
+            first = json.loads(self._store.get("knobs"))
         differing = [
             f"{name} is {knobs[name]!r} on rank {self.rank} and {first[name]!r} on rank 0"
             for name in knobs
@@ -248,11 +259,9 @@ class GlooExchange:
 
     def _progress_of_the_late(self) -> dict[int, int]:
         """Of each peer that has not reached this exchange. Raises PeerFailure for one that failed or is dead."""
-        try:
+        with self._store_lost_is_a_peers_failure():
             self._raise_published_failure()
             self._peers.look()
-        except RuntimeError as error:
-            raise PeerFailure(f"rank {self.rank} lost the store of the job: {_first_line(error)}") from error
         dead = self._peers.stale(self._timeouts.peer)
         if dead:
             raise PeerFailure(
@@ -328,15 +337,18 @@ def open_store(address: StoreAddress, seconds: float, purpose: str) -> Any:
 
     Raises RuntimeError if it can't be reached within `seconds`.
     """
-    key = (address.host, address.port, address.path, purpose, seconds)
-    if key not in _connections:
-        limit = timedelta(seconds=seconds)
-        host, port = address.host or "", address.port or 0
-        _connections[key] = (
-            dist.FileStore(address.path)
-            if address.path is not None
-            else dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        )
+    key = (address.host, address.port, address.path, purpose)
+    if key in _connections:
+        with contextlib.suppress(RuntimeError):
+            _connections[key].check(["is it there?"])
+            return dist.PrefixStore(address.prefix, _connections[key])
+        # The job has made its store anew at the same place.
+    host, port, limit = address.host or "", address.port or 0, timedelta(seconds=seconds)
+    _connections[key] = (
+        dist.FileStore(address.path)
+        if address.path is not None
+        else dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    )
     return dist.PrefixStore(address.prefix, _connections[key])
 
 
@@ -352,6 +364,11 @@ def _read_failure(store: Any, rank: int) -> str | None:
         return None
     first = json.loads(store.get(_FAILURE_KEY))
     return None if first[0] == rank else str(first[1])
+
+
+def connect_from_outside(address: StoreAddress, rank: int) -> None:
+    """Makes the training process's connection while all is well: later, the peers may not wait for it."""
+    open_store(address, _OUTSIDE_SECONDS, f"trainer {rank}")
 
 
 def publish_from_outside(address: StoreAddress, rank: int, failure: Failure) -> str | None:

@@ -52,6 +52,8 @@ class ODBStrategyMixin(Strategy):
         self._borrowed = BorrowedBuffers()
         self._step_in_progress: StepInfo | None = None
         self._users_sigterm: Any = signal.SIG_DFL
+        self._limit_train_batches: int | None = None
+        """The trainer's, taken over for the time of a fit."""
 
     # --- loaders ---
 
@@ -82,7 +84,11 @@ class ODBStrategyMixin(Strategy):
     def _limit_on_batches(self) -> int | float | None:
         trainer = self._trainer
         if trainer.training:
-            return trainer.limit_train_batches
+            # Lightning takes an integer limit for the number of batches, and where an epoch has fewer, it neither validates at
+            # its end nor steps its last window (PL#10290). The loader keeps to the limit, so Lightning need not know of it.
+            if isinstance(trainer.limit_train_batches, int):
+                self._limit_train_batches, trainer.limit_train_batches = trainer.limit_train_batches, 1.0
+            return self._limit_train_batches
         if trainer.testing:
             return trainer.limit_test_batches
         return trainer.limit_predict_batches if trainer.predicting else trainer.limit_val_batches
@@ -134,14 +140,14 @@ class ODBStrategyMixin(Strategy):
     # --- steps ---
 
     def on_train_start(self) -> None:
-        """Raises ValueError for several training loaders, whose batches are not scaled alike."""
+        """Raises ValueError for several training loaders: what is known of a step is known of one batch."""
         super().on_train_start()
         self._take_sigterm()
         loaders = _as_list(self._trainer.train_dataloader)
-        if self.loss_scaling != "none" and len(loaders) != 1:
+        if len(loaders) != 1 and any(isinstance(getattr(proxy, "loader", None), ODBDataLoader) for proxy in loaders):
             raise ValueError(
-                f"{type(self).__name__} scales the loss of one training loader, but there are {len(loaders)}: join their data "
-                'sets (torch.utils.data.ConcatDataset) in one ODBDataLoader, or pass loss_scaling="none"'
+                f"{type(self).__name__} trains on one ODBDataLoader, but there are {len(loaders)} training loaders: join their "
+                "data sets (torch.utils.data.ConcatDataset) in one"
             )
 
     def on_validation_start(self) -> None:
@@ -261,6 +267,8 @@ class ODBStrategyMixin(Strategy):
 
     def teardown(self) -> None:
         self._close_loaders()
+        if self._limit_train_batches is not None:
+            self._trainer.limit_train_batches, self._limit_train_batches = self._limit_train_batches, None
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:

@@ -107,7 +107,6 @@ NON_JOIN_FORMS = {
     "small-quota": Form(tuple(LENGTHS), _cut(30, 20, 3, 10), mode="non_join", quota=11, accumulate=2),
     "zeros": Form((0, 0, 4, 0, 9, 0, 0, 8, 0, 0, 5), _cut(5, 2, 0, 4), l_max=20, mode="non_join"),
     "window-of-one": Form(tuple(LENGTHS), _cut(12, 5, 1, 7), mode="non_join", buffer_size=1),
-    "nothing": Form((), mode="non_join"),
 }
 
 

@@ -27,20 +27,30 @@ def naive_alignment(groups: list[list[int]], target: int) -> list[list[int]]:
 
 
 def naive_epoch(
-    shards: Sequence[Sequence[int]], l_max: int, buffer_size: int, max_rows: int | None, capacities: Sequence[Sequence[int]]
+    shards: Sequence[Sequence[int]],
+    l_max: int,
+    buffer_size: int,
+    max_rows: int | None,
+    capacities: Sequence[Sequence[int]],
+    quota: int | None = None,
 ) -> tuple[list[list[list[int]]], list[str]]:
     """`steps[s][r]`, the lengths in rank r's group of step s (empty: idle), and what each round came to. Rank r has
-    `capacities[r][n % len]` output slots in round n."""
+    `capacities[r][n % len]` output slots in round n. With a `quota` non-join: the first rank without views ends the pass on
+    all, those that have observed all of theirs begin again, and the step that reaches the quota is the last."""
     views = [list(shard) for shard in shards]
     windows: list[list[int]] = [[] for _ in shards]
     steps: list[list[list[int]]] = []
     rounds: list[str] = []
-    while True:
+    while quota is None or sum(len(group) for step in steps for group in step) < quota:
         for rank, window in enumerate(windows):
             while len(window) < buffer_size and views[rank]:
                 window.append(views[rank].pop(0))
         slots = [row[len(rounds) % len(row)] for row in capacities]
         unfinished = [rank for rank in range(len(shards)) if views[rank] or windows[rank]]
+        if quota is not None and any(shards[rank] and rank not in unfinished for rank in range(len(shards))):
+            rounds.append("pass end")
+            views = [left or list(shard) for left, shard in zip(views, shards, strict=True)]
+            continue
         if not unfinished:
             return steps, [*rounds, "end"]
         if min(slots[rank] for rank in unfinished) == 0:
@@ -59,5 +69,8 @@ def naive_epoch(
             for group in groups:
                 for length in group:
                     windows[rank].remove(length)
-        steps += [[aligned[rank][step] if rank in aligned else [] for rank in range(len(shards))] for step in range(target)]
+        for index in range(target):
+            if quota is None or sum(len(group) for step in steps for group in step) < quota:
+                steps.append([aligned[rank][index] if rank in aligned else [] for rank in range(len(shards))])
         rounds.append("emit")
+    return steps, rounds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,15 @@ PERIOD = 3
 """Simulated capacities repeat after so many rounds, and are above zero on all ranks in one of them."""
 
 
+@dataclass(frozen=True)
+class Settled:
+    """A rank around one of its rounds."""
+
+    num_observed: int
+    window_before: dict[int, int]
+    window_after: dict[int, int]
+
+
 class ObservedPlanner(RoundPlanner):
     """A planner whose capacity changes from round to round, and that remembers its plans."""
 
@@ -22,13 +32,16 @@ class ObservedPlanner(RoundPlanner):
         super().__init__(**options)
         self.capacities = capacities
         self.plans: list[RoundPlan] = []
+        self.settled: list[Settled] = []
 
     def report(self, *, is_exhausted: bool, stop_code: int = 0) -> list[int]:
         self.capacity = self.capacities[self.num_rounds % len(self.capacities)]
         return super().report(is_exhausted=is_exhausted, stop_code=stop_code)
 
     def settle(self, reduced: Sequence[int]) -> RoundPlan:
+        before = dict(self.window)
         self.plans.append(super().settle(reduced))
+        self.settled.append(Settled(self.num_observed, before, dict(self.window)))
         return self.plans[-1]
 
 
@@ -40,6 +53,9 @@ class Case:
     max_rows: int | None = None
     capacities: list[list[int]] | None = None
     order_seed: str | None = None
+    joins: bool = True
+    quota: int | None = None
+    """Non-join: samples over all ranks; by default as many as there are views."""
 
     def planners(self) -> list[ObservedPlanner]:
         return [
@@ -49,30 +65,69 @@ class Case:
                 buffer_size=self.buffer_size,
                 max_rows=self.max_rows,
                 order_seed=self.order_seed,
+                joins=self.joins,
             )
             for rank in range(len(self.shards))
         ]
 
     def run(self, planners: list[ObservedPlanner] | None = None) -> SimulatedRun:
+        """The epoch; that it ends within `most_rounds` is left to the caller to check."""
         planners = planners or self.planners()
-        return simulate_ranks(self.shards, planners.__getitem__, max_rounds=self.most_rounds)
+        return simulate_ranks(self.shards, planners.__getitem__, max_rounds=self.most_rounds, quota=self.quota)
+
+    @property
+    def num_views(self) -> int:
+        return sum(map(len, self.shards))
+
+    @property
+    def samples_due(self) -> int:
+        """The quota of non-join."""
+        return self.num_views if self.quota is None else self.quota
 
     @property
     def most_rounds(self) -> int:
-        """Each round that emits takes a view from every rank that has one; one round ends the epoch."""
-        rounds = max(map(len, self.shards)) + 1
-        return rounds * PERIOD if self.capacities else rounds
+        """Join: each round that emits takes a view from every rank that has one; one round ends the epoch.
+
+        Non-join: each round that emits takes a view from every rank of a shard that isn't empty, so that fewer than
+        `ceil(quota / such ranks)` don't reach the quota; between two of them, at most one round ends a pass.
+        """
+        per_round = PERIOD if self.capacities else 1
+        if self.joins:
+            return per_round * (max(map(len, self.shards)) + 1)
+        num_active = sum(map(bool, self.shards))
+        return per_round * (2 * -(-self.samples_due // num_active) - 1)
 
     def lengths(self, run: SimulatedRun) -> list[list[list[int]]]:
         return [[[self.shards[r][p] for p in group] for r, group in enumerate(step)] for step in run.steps]
 
 
+def check_steps(case: Case, run: SimulatedRun) -> None:
+    """What holds of each step by itself, in join and in non-join."""
+    for step, groups in zip(run.steps, case.lengths(run), strict=True):
+        assert len(step) == len(case.shards), "each rank has an entry in each step"
+        assert any(step), "never idle on all ranks"
+        for group in groups:
+            assert group == sorted(group, reverse=True), "the longest first"
+            assert len(group) <= 1 or len(group) * group[0] <= case.l_max, "the padded budget"
+            assert case.max_rows is None or len(group) <= case.max_rows
+
+
+def check_agreement(planners: Sequence[ObservedPlanner]) -> None:
+    for plans in zip(*(planner.plans for planner in planners), strict=True):
+        assert len({plan.outcome for plan in plans}) == 1, "the same outcome on all ranks"
+        assert len({len(plan.groups) for plan in plans}) == 1, "the same number of steps on all ranks"
+
+
 @st.composite
-def cases(draw: st.DrawFn, max_ranks: int = 8, with_capacities: bool = True) -> Case:
-    """Shards that are unequal, empty, fewer views than ranks, or with all the long samples on one rank."""
+def cases(draw: st.DrawFn, max_ranks: int = 8, with_capacities: bool = True, joins: bool = True) -> Case:
+    """Shards that are unequal, empty, fewer views than ranks, or with all the long samples on one rank; for non-join, with
+    one view at least."""
     world_size = draw(st.integers(1, max_ranks))
-    views = st.lists(st.integers(1, 60), max_size=draw(st.sampled_from([1, 4, 25])))
+    most_views = draw(st.sampled_from([25, 4, 1]))
+    views = st.lists(st.integers(1, 60), min_size=draw(st.sampled_from([0, 0, most_views // 2])), max_size=most_views)
     shards = [draw(views) for _ in range(world_size)]
+    if not joins and not any(shards):
+        shards[draw(st.integers(0, world_size - 1))] = [draw(st.integers(1, 60))]
     if draw(st.booleans()):
         outlier_rank = draw(st.integers(0, world_size - 1))
         shards[outlier_rank] = [length * 20 for length in shards[outlier_rank]]
@@ -87,4 +142,43 @@ def cases(draw: st.DrawFn, max_ranks: int = 8, with_capacities: bool = True) -> 
         max_rows=draw(st.none() | st.integers(1, 6)),
         capacities=capacities,
         order_seed=draw(st.sampled_from([None, "7/0"])),
+        joins=joins,
+        quota=None if joins else draw(st.none() | st.integers(1, 250)),
+    )
+
+
+@st.composite
+def cases_of_many_ranks(draw: st.DrawFn, joins: bool = True) -> Case:
+    """Nine to 64 ranks. The shape is drawn; lengths and capacities come from a generator, which keeps examples small."""
+    world_size = draw(st.sampled_from([64, 49, 33, 16, 9]))
+    most_views = draw(st.sampled_from([40, 6, 1]))
+    share_empty = draw(st.sampled_from([0, 0, 0.1, 0.5, 0.95]))
+    share_full = draw(st.sampled_from([0.005, 0.02, 0.2, 0, None]))
+    rng = random.Random(draw(st.integers(0, 2**32 - 1)))
+    spread = draw(st.sampled_from([0.0, 0.3, 1.2]))
+    shards = [
+        [int(rng.lognormvariate(3.5, spread)) + 1 for _ in range(rng.randint(0, most_views))]
+        if rng.random() >= share_empty
+        else []
+        for _ in range(world_size)
+    ]
+    if not joins and not any(shards):
+        shards[rng.randrange(world_size)] = [30]
+    if draw(st.booleans()):
+        outlier_rank = rng.randrange(world_size)
+        shards[outlier_rank] = [length * 20 for length in shards[outlier_rank]]
+
+    def slots() -> int:
+        return 0 if rng.random() < (share_full or 0) else rng.choice([1, 2, 3, 5, 8, INF, INF])
+
+    capacities = [[rng.randint(1, 6), slots(), slots()] for _ in shards]
+    return Case(
+        shards=shards,
+        l_max=draw(st.integers(1, 600)),
+        buffer_size=draw(st.sampled_from([16, 7, 2, 1, 64])),
+        max_rows=draw(st.none() | st.integers(1, 6)),
+        capacities=None if share_full is None else capacities,
+        order_seed=draw(st.sampled_from([None, "7/0"])),
+        joins=joins,
+        quota=None if joins else draw(st.none() | st.integers(1, 800)),
     )

@@ -10,44 +10,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_protocol import naive_epoch
-from rank_cases import Case, ObservedPlanner, cases
+from rank_cases import Case, ObservedPlanner, cases, cases_of_many_ranks, check_agreement, check_steps
 
 from odb_lightning.plan import Outcome, RoundPlan, RoundPlanner, SimulatedRun, simulate_ranks
 from odb_lightning.plan.protocol import INF
 
 
-def check_guarantees(case: Case, run: SimulatedRun) -> None:
+def check_guarantees(case: Case, run: SimulatedRun, planners: list[ObservedPlanner]) -> None:
+    check_steps(case, run)
+    check_agreement(planners)
     for rank, shard in enumerate(case.shards):
         assert sorted(p for step in run.steps for p in step[rank]) == list(range(len(shard))), "each view exactly once"
         idle = [not step[rank] for step in run.steps]
         assert idle == sorted(idle), "a rank is idle only after its last view"
-    for step, groups in zip(run.steps, case.lengths(run), strict=True):
-        assert len(step) == len(case.shards), "each rank has an entry in each step"
-        assert any(step), "never idle on all ranks"
-        for group in groups:
-            assert group == sorted(group, reverse=True), "the longest first"
-            assert len(group) <= 1 or len(group) * group[0] <= case.l_max, "the padded budget"
-            assert case.max_rows is None or len(group) <= case.max_rows
+    outcomes = [plan.outcome for plan in planners[0].plans]
+    assert outcomes.count(Outcome.END) == 1
+    assert outcomes[-1] is Outcome.END
+    assert outcomes.count(Outcome.EMIT) <= max(map(len, case.shards))
+    assert run.num_rounds == len(outcomes) <= case.most_rounds
+    assert run.num_passes == 1
+    assert not any(planner.window for planner in planners)
+
+
+def run_and_check(case: Case) -> SimulatedRun:
+    planners = case.planners()
+    run = case.run(planners)
+    check_guarantees(case, run, planners)
+    return run
 
 
 @settings(max_examples=300)
 @given(cases())
 def test_guarantees_for_any_shards(case: Case) -> None:
-    planners = case.planners()
-    run = case.run(planners)
-    check_guarantees(case, run)
-    assert run.num_rounds <= case.most_rounds
-    assert [plan.outcome for plan in planners[0].plans].count(Outcome.END) == 1
-    for plans in zip(*(planner.plans for planner in planners), strict=True):
-        assert len({plan.outcome for plan in plans}) == 1, "the same outcome on all ranks"
-        assert len({len(plan.groups) for plan in plans}) == 1, "the same number of steps on all ranks"
-    for planner in planners:
-        assert not planner.window
+    run_and_check(case)
 
 
-@settings(max_examples=300)
-@given(cases())
-def test_same_epoch_as_the_protocol_of_the_paper(case: Case) -> None:
+def check_against_the_paper(case: Case) -> None:
     case = replace(case, order_seed=None)
     planners = case.planners()
     run = case.run(planners)
@@ -55,6 +53,12 @@ def test_same_epoch_as_the_protocol_of_the_paper(case: Case) -> None:
     steps, rounds = naive_epoch(case.shards, case.l_max, case.buffer_size, case.max_rows, capacities)
     assert [plan.outcome.value for plan in planners[0].plans] == rounds
     assert case.lengths(run) == steps
+
+
+@settings(max_examples=300)
+@given(cases())
+def test_same_epoch_as_the_protocol_of_the_paper(case: Case) -> None:
+    check_against_the_paper(case)
 
 
 @pytest.mark.parametrize("world_size", [16, 33, 64])
@@ -71,42 +75,106 @@ def test_guarantees_on_many_ranks(world_size: int, kind: str) -> None:
     shards = [[int(rng.lognormvariate(4, 0.8)) + 1 for _ in range(size)] for size in sizes]
     if kind == "outliers-on-one-rank":
         shards[3] = [length * 30 for length in shards[3]]
-    case = Case(shards, l_max=512, buffer_size=16, order_seed="3/1")
-    check_guarantees(case, case.run())
+    run_and_check(Case(shards, l_max=512, buffer_size=16, order_seed="3/1"))
 
 
-@settings(max_examples=5)
-@given(cases(max_ranks=64))
+@settings(max_examples=250)
+@given(cases_of_many_ranks())
 def test_guarantees_on_up_to_64_ranks(case: Case) -> None:
-    check_guarantees(case, case.run())
+    run_and_check(case)
 
 
-def test_eight_views_against_two_gives_eight_steps_and_six_idle() -> None:
-    case = Case([[100] * 8, [100] * 2], l_max=100, buffer_size=1024)
-    run = case.run()
-    assert len(run.steps) == 8
-    assert [len(step[0]) for step in run.steps] == [1] * 8
-    assert [len(step[1]) for step in run.steps] == [1, 1, 0, 0, 0, 0, 0, 0]
+@settings(max_examples=25)
+@given(cases_of_many_ranks())
+def test_same_epoch_as_the_protocol_of_the_paper_on_up_to_64_ranks(case: Case) -> None:
+    check_against_the_paper(case)
 
 
-def test_three_views_on_four_ranks_is_one_step_with_one_idle() -> None:
-    assert Case([[5], [6], [7], []], l_max=1024, buffer_size=1024).run().steps == [[[0], [0], [0], []]]
+@given(cases(), st.data())
+def test_a_rank_without_views_changes_nothing_for_the_others(case: Case, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, len(case.shards)))
+    more = replace(case, shards=[*case.shards[:rank], [], *case.shards[rank:]])
+    if case.capacities:
+        more = replace(more, capacities=[*case.capacities[:rank], [1, 0, 0], *case.capacities[rank:]])
+    run, run_of_more = case.run(), more.run()
+    assert [step[rank] for step in run_of_more.steps] == [[]] * len(run.steps)
+    assert [step[:rank] + step[rank + 1 :] for step in run_of_more.steps] == run.steps
+    assert run_of_more.num_rounds == run.num_rounds
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_token_over_the_budget_goes_out_alone(world_size: int) -> None:
+    """C01"""
+    case = Case([[513, 10, 10]] * world_size, l_max=512, buffer_size=1024)
+    assert case.lengths(run_and_check(case)) == [[[length]] * world_size for length in (513, 10, 10)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "l_max", "groups"),
+    [
+        ([100, 10, 10, 10, 100], 150, [[100], [100], [10], [10, 10]]),
+        ([1, 1, 1, 1, 1, 20], 50, [[20], [1, 1], [1, 1, 1]]),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_long_sample_never_goes_with_short_ones_over_the_padded_budget(
+    lengths: list[int], l_max: int, groups: list[list[int]], world_size: int
+) -> None:
+    """C02"""
+    case = Case([lengths] * world_size, l_max, buffer_size=1024)
+    assert case.lengths(run_and_check(case)) == [[group] * world_size for group in groups]
+
+
+@pytest.mark.parametrize("buffer_size", [1, 2, 4, 1024])
+def test_a_long_sample_that_joins_late_keeps_the_padded_budget(buffer_size: int) -> None:
+    """C02, in every order in which the samples come."""
+    for lengths, l_max in ([10, 10, 10, 100, 100], 150), ([1, 1, 1, 1, 1, 20], 50):
+        for start in range(len(lengths)):
+            case = Case([lengths[start:] + lengths[:start], lengths], l_max, buffer_size)
+            run_and_check(case)
+
+
+def test_ten_samples_and_a_long_one_are_all_there() -> None:
+    """C04"""
+    for shards in [[64] * 5 + [900], [64] * 5], [[900] + [64] * 5, [64] * 5], [[64] * 10, [900]]:
+        run = run_and_check(Case(shards, l_max=1024, buffer_size=8))
+        assert sum(len(group) for step in run.steps for group in step) == 11
+
+
+@pytest.mark.parametrize("buffer_size", [1, 2, 1024])
+def test_three_views_on_four_ranks_is_one_step_with_one_idle(buffer_size: int) -> None:
+    """C05"""
+    assert run_and_check(Case([[5], [6], [7], []], l_max=1024, buffer_size=buffer_size)).steps == [[[0], [0], [0], []]]
+
+
+def test_an_empty_shard_takes_part_without_views() -> None:
+    """C05"""
+    run = run_and_check(Case([[10, 20, 30], []], l_max=30, buffer_size=8))
+    assert run.steps == [[[2], []], [[1], []], [[0], []]]
+
+
+@pytest.mark.parametrize("sizes", [[8, 2], [4, 4, 8, 4], [5, 3], [5, 0], [2, 8]])
+@pytest.mark.parametrize("buffer_size", [1, 3, 1024])
+def test_full_batches_of_one_make_as_many_steps_as_the_largest_shard(sizes: list[int], buffer_size: int) -> None:
+    """C16, C21: eight against two are eight steps, six of them idle on the second rank."""
+    run = run_and_check(Case([[100] * size for size in sizes], l_max=100, buffer_size=buffer_size))
+    assert len(run.steps) == max(sizes)
+    for rank, size in enumerate(sizes):
+        assert [len(step[rank]) for step in run.steps] == [1] * size + [0] * (max(sizes) - size)
+
+
+@pytest.mark.parametrize("sizes", [[8, 5], [40, 29], [29, 40], [287, 286], [450, 150], [575, 0]])
+@pytest.mark.parametrize("buffer_size", [1, 16, 1024])
+@pytest.mark.parametrize("l_max", [1, 120, 4096])
+def test_uneven_shards_lose_no_view(sizes: list[int], buffer_size: int, l_max: int) -> None:
+    rng = random.Random(f"{sizes}")
+    shards = [[int(rng.lognormvariate(3.5, 0.6)) + 1 for _ in range(size)] for size in sizes]
+    run = run_and_check(Case(shards, l_max, buffer_size))
+    assert sum(len(group) for step in run.steps for group in step) == sum(sizes)
 
 
 def test_no_views_at_all_is_an_epoch_without_steps() -> None:
     assert Case([[], []], l_max=10, buffer_size=4).run() == SimulatedRun([], num_rounds=1)
-
-
-def test_an_empty_shard_takes_part_without_views() -> None:
-    run = Case([[10, 20, 30], []], l_max=30, buffer_size=8).run()
-    assert run.steps == [[[2], []], [[1], []], [[0], []]]
-
-
-def test_eleven_views_with_one_outlier_are_all_there() -> None:
-    case = Case([[64] * 5 + [900], [64] * 5], l_max=1024, buffer_size=8)
-    run = case.run()
-    check_guarantees(case, run)
-    assert sum(len(group) for step in run.steps for group in step) == 11
 
 
 def test_a_capacity_of_zero_on_one_rank_skips_the_round_for_all() -> None:
@@ -219,6 +287,12 @@ def test_to_learn_late_of_the_end_costs_one_round_and_changes_no_step(case: Case
     for planner, in_time in zip(late, steady, strict=True):
         assert len(planner.plans) - len(in_time.plans) in (0, 1)
         assert [plan for plan in planner.plans if plan.groups] == [plan for plan in in_time.plans if plan.groups]
+
+
+def test_an_empty_window_is_not_the_end_while_the_shard_has_not_ended() -> None:
+    planner = RoundPlanner(l_max=10, buffer_size=2)
+    outcomes = [planner.settle(planner.report(is_exhausted=has_ended)).outcome for has_ended in (False, True)]
+    assert outcomes == [Outcome.SKIP, Outcome.END]
 
 
 def test_a_window_is_as_large_as_the_buffer_and_full_from_the_first_round() -> None:

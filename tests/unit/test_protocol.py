@@ -13,6 +13,7 @@ from odb_lightning.plan import Outcome, RankReport, decide_round, encode_report,
 from odb_lightning.plan.protocol import INF, REPORT_SIZE, RoundDecision
 
 FINISHED = RankReport(num_groups=0, capacity=0, num_samples=0, free_slots=0, is_finished=True, had_views=True)
+NEVER_HAD_VIEWS = replace(FINISHED, had_views=False)
 ACTIVE = RankReport(num_groups=3, capacity=INF, num_samples=7, free_slots=INF, is_finished=False, had_views=True)
 WAITING = RankReport(num_groups=0, capacity=INF, num_samples=0, free_slots=INF, is_finished=False, had_views=False)
 
@@ -21,9 +22,10 @@ def reduce_max(encoded: list[list[int]]) -> list[int]:
     return [max(column) for column in zip(*encoded, strict=True)]
 
 
-def decide(*reports: RankReport, fingerprints: tuple[int, ...] | None = None) -> RoundDecision:
+def decide(*reports: RankReport, fingerprints: tuple[int, ...] | None = None, joins: bool = True) -> RoundDecision:
     prints = fingerprints or (5,) * len(reports)
-    return decide_round(reduce_max([encode_report(report, print_) for report, print_ in zip(reports, prints, strict=True)]))
+    encoded = [encode_report(report, print_) for report, print_ in zip(reports, prints, strict=True)]
+    return decide_round(reduce_max(encoded), joins=joins)
 
 
 @st.composite
@@ -65,22 +67,25 @@ def test_zero_capacities_and_counts_of_ranks_do_not_bound_the_target(ranks: list
 @given(
     st.lists(rank_reports(stop_codes=st.sampled_from([0, 0, 0, 1, 4])), min_size=1, max_size=6),
     st.sampled_from([0, 0, 0, 1]),
+    st.booleans(),
 )
-def test_order_of_outcomes(reports: list[RankReport], shift: int) -> None:
-    """Divergence, stop, end, skip, emit: the first that holds, written as the design words it."""
+def test_order_of_outcomes(reports: list[RankReport], shift: int, joins: bool) -> None:
+    """Divergence, stop, pass end, end, skip, emit: the first that holds, written as the design words it."""
     fingerprints = (9 + shift, *(9 for _ in reports[1:]))
     unfinished = [report for report in reports if not report.is_finished]
     if len(set(fingerprints)) > 1:
         expected = Outcome.DIVERGED
     elif any(report.stop_code for report in reports):
         expected = Outcome.STOP
+    elif not joins and any(report.is_finished and report.had_views for report in reports):
+        expected = Outcome.PASS_END
     elif not unfinished:
         expected = Outcome.END
     elif min(report.free_slots for report in unfinished) == 0 or not any(report.num_groups for report in unfinished):
         expected = Outcome.SKIP
     else:
         expected = Outcome.EMIT
-    decision = decide(*reports, fingerprints=fingerprints)
+    decision = decide(*reports, fingerprints=fingerprints, joins=joins)
     assert decision.outcome is expected
     assert decision.stop_code == (max(report.stop_code for report in reports) if expected is Outcome.STOP else 0)
     assert (decision.target > 0) == (expected is Outcome.EMIT)
@@ -90,9 +95,48 @@ def test_the_end_needs_every_rank_finished() -> None:
     assert decide(FINISHED, FINISHED).outcome is Outcome.END
     assert decide(FINISHED, ACTIVE) == RoundDecision(Outcome.EMIT, target=3)
     assert decide(FINISHED, WAITING).outcome is Outcome.SKIP
-    never_had_views = replace(FINISHED, had_views=False)
-    assert decide(never_had_views, never_had_views).outcome is Outcome.END
-    assert decide(never_had_views, ACTIVE).outcome is Outcome.EMIT
+    assert decide(NEVER_HAD_VIEWS, NEVER_HAD_VIEWS).outcome is Outcome.END
+    assert decide(NEVER_HAD_VIEWS, ACTIVE).outcome is Outcome.EMIT
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        pytest.param([FINISHED, ACTIVE], RoundDecision(Outcome.PASS_END), id="one-has-finished"),
+        pytest.param([ACTIVE, FINISHED], RoundDecision(Outcome.PASS_END), id="another-has-finished"),
+        pytest.param([FINISHED, FINISHED], RoundDecision(Outcome.PASS_END), id="all-have-finished"),
+        pytest.param([FINISHED, WAITING], RoundDecision(Outcome.PASS_END), id="finished-beside-one-without-data"),
+        pytest.param([FINISHED, NEVER_HAD_VIEWS], RoundDecision(Outcome.PASS_END), id="finished-beside-one-that-had-no-view"),
+        pytest.param(
+            [NEVER_HAD_VIEWS, ACTIVE], RoundDecision(Outcome.EMIT, target=3), id="who-had-no-view-does-not-end-a-pass"
+        ),
+        pytest.param([NEVER_HAD_VIEWS, NEVER_HAD_VIEWS], RoundDecision(Outcome.END), id="nobody-had-a-view"),
+        pytest.param([NEVER_HAD_VIEWS, WAITING], RoundDecision(Outcome.SKIP), id="nobody-has-data"),
+        pytest.param([ACTIVE, replace(ACTIVE, num_groups=5)], RoundDecision(Outcome.EMIT, target=5), id="all-are-active"),
+    ],
+)
+def test_non_join(reports: list[RankReport], expected: RoundDecision) -> None:
+    assert decide(*reports, joins=False) == expected
+
+
+def test_the_end_of_a_pass_comes_after_a_stop_and_divergence_and_before_a_skip() -> None:
+    full = replace(ACTIVE, capacity=0, free_slots=0)
+    assert decide(FINISHED, full, joins=False).outcome is Outcome.PASS_END
+    assert decide(FINISHED, replace(full, stop_code=4), joins=False) == RoundDecision(Outcome.STOP, stop_code=4)
+    assert decide(replace(FINISHED, stop_code=4), ACTIVE, joins=False) == RoundDecision(Outcome.STOP, stop_code=4)
+    assert decide(FINISHED, ACTIVE, joins=False, fingerprints=(1, 2)) == RoundDecision(Outcome.DIVERGED)
+
+
+def test_a_pass_never_ends_in_join() -> None:
+    assert decide(FINISHED, ACTIVE).outcome is Outcome.EMIT
+    assert decide(FINISHED, FINISHED).outcome is Outcome.END
+
+
+@given(st.lists(rank_reports(stop_codes=st.sampled_from([0, 0, 0, 3])), min_size=1, max_size=8))
+def test_join_and_non_join_differ_only_where_a_rank_has_finished(reports: list[RankReport]) -> None:
+    has_finished = any(report.is_finished and report.had_views for report in reports)
+    is_stopped = any(report.stop_code for report in reports)
+    assert (decide(*reports) != decide(*reports, joins=False)) == (has_finished and not is_stopped)
 
 
 def test_a_finished_rank_without_slots_blocks_nobody_but_an_unfinished_one_does() -> None:
@@ -130,4 +174,5 @@ def test_the_layout_of_a_report_is_the_one_of_the_design() -> None:
 
 @given(st.lists(rank_reports(stop_codes=st.sampled_from([0, 0, 3])), min_size=2, max_size=8), st.randoms(use_true_random=False))
 def test_the_conclusion_does_not_depend_on_who_is_which_rank(reports: list[RankReport], rng: random.Random) -> None:
-    assert decide(*rng.sample(reports, len(reports))) == decide(*reports)
+    for joins in (True, False):
+        assert decide(*rng.sample(reports, len(reports)), joins=joins) == decide(*reports, joins=joins)
