@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import IterableDataset
 
+import odb_lightning
 from tests.helpers import run_command
 from tests.multiprocess.ranks import ROOT, run_ranks
 
@@ -79,3 +82,23 @@ def test_own_loop_gives_the_exact_update(tmp_path: Path) -> None:
         assert rank.value["error"] < 1e-6
         assert rank.value["moved"] > 1e-2
     assert any(rank.value["idle_steps"] for rank in ranks)
+
+
+def test_a_data_set_that_splits_itself() -> None:
+    scope = {
+        "IterableDataset": IterableDataset,
+        "odb_lightning": odb_lightning,
+        "files": [range(start, start + 4) for start in range(0, 24, 4)],
+        "read": lambda file: ({"input_ids": torch.tensor([index])} for index in file),
+    }
+    exec(readme_block("own shards"), scope)
+    with odb_lightning.ODBDataLoader(scope["Files"](), l_max=8, sharding="dataset", multiprocessing_context="fork") as loader:
+        trained = [int(index) for batch in loader for index in batch.data["input_ids"]]
+    assert sorted(trained) == list(range(24))
+
+
+def test_the_tests_that_hold_the_guarantees_are_there() -> None:
+    table = (ROOT / "README.md").read_text().partition("## What is guaranteed")[2].partition("\n## ")[0]
+    named = re.findall(r"`(\w+/test_\w+\.py)`", table)
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / "tests" / name).exists()] == []
