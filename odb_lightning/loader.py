@@ -180,8 +180,8 @@ class ODBDataLoader:
         self._keeps_process = persistent_workers
         self._epoch = 0
         self._has_begun = False
-        self._meeting: tuple[StoreAddress | None, int] = None, 0
-        """Where the ranks of the iteration under way, or left before its end, met, and which one this is."""
+        self._meeting: _Meeting | None = None
+        """Of the iteration under way, or left before its end."""
         self._process: CollateProcess | None = None
         # Weakly: a pass ends, and its processes with it, when a broken-off `for` loop drops it.
         self._iteration: weakref.ref[Iteration] | None = None
@@ -277,7 +277,7 @@ class ODBDataLoader:
         self._pass_stats, self._unfinished_epoch = LoaderStats(), self._epoch
         known = self._attached or _Attachment(*data_parallel_position(self.rank, self.world_size), self.accumulate or 1, None)
         rank, world_size = known.rank, known.world_size
-        self._meeting = store_address(self._store, rank, world_size), rank
+        self._meeting = _Meeting(store_address(self._store, rank, world_size), rank, world_size)
         if self._is_iterable:
             check_sharding(self.dataset, self._options["sharding"], self._options["num_workers"], world_size)
         request = EpochRequest(
@@ -286,7 +286,7 @@ class ODBDataLoader:
             reshuffles=self._sampler is None and self.shuffle and not self._is_iterable,
             accumulate=known.accumulate,
             max_steps=known.max_steps,
-            store=self._meeting[0],
+            store=self._meeting.address,
         )
         if self._process is not None and not self._process.is_alive:
             warnings.warn("the loader's processes have ended since the last epoch; they are started again", stacklevel=3)
@@ -305,12 +305,12 @@ class ODBDataLoader:
 
     def _tell_peers(self, where: str, error: BaseException | str) -> str | None:
         """How the iteration under way ended here, so that they can say so. Gives what a peer told before."""
-        (address, rank), self._meeting = self._meeting, (None, 0)
-        if address is None:
+        meeting, self._meeting = self._meeting, None
+        if meeting is None or meeting.address is None:
             return None
         try:
             failure = Failure(where, error) if isinstance(error, str) else Failure.of(error, where)
-            return publish_from_outside(address, rank, failure)
+            return publish_from_outside(meeting.address, meeting.rank, meeting.world_size, failure)
         except Exception:  # the store went with the rank that held it, and what there is to tell must not be hidden by that
             if isinstance(error, str) or self._process is None:
                 return None
@@ -330,6 +330,14 @@ class ODBDataLoader:
         with preserved_random_state():
             seed_everything_local(derive_seed(self.seed, self._epoch, "sampler"))
             return list(self._sampler)[rank::world_size]
+
+
+class _Meeting(NamedTuple):
+    """Where the ranks of an iteration meet, and which one this is."""
+
+    address: StoreAddress | None
+    rank: int
+    world_size: int
 
 
 class _Attachment(NamedTuple):

@@ -12,13 +12,14 @@ import weakref
 from multiprocessing.connection import wait
 from typing import Any
 
-from odb_lightning.runtime.collate_process import collate_main
+from odb_lightning.runtime.collate_process import START_AGAIN, collate_main
 from odb_lightning.runtime.errors import ODBLoaderError
 from odb_lightning.runtime.ring import BatchReceiver, SharedMemory
 from odb_lightning.runtime.settings import HELPER_PROCESS_NAME, EpochRequest, LoaderSettings
 
 _RING_BYTES = 32 * 2**20
 _POLL_SECONDS = 1.0
+_START_ATTEMPTS = 3
 
 _live: weakref.WeakSet[CollateProcess] = weakref.WeakSet()
 
@@ -33,11 +34,35 @@ class CollateProcess:
     """Starts the process; `begin` an epoch, `receive` its messages, `close` it at any time."""
 
     def __init__(self, settings: LoaderSettings, pin_memory: bool) -> None:
-        context: Any = multiprocessing.get_context(settings.start_method)
         self._timeouts = settings.timeouts
         self._rank = settings.rank
         self._owner = os.getpid()
         self._stand_in: Any = None
+        attempts = 1
+        self._start(settings)
+        while self._was_forked_at_a_bad_moment() and attempts < _START_ATTEMPTS:
+            self.close()
+            self._start(settings)
+            attempts += 1
+        self._receiver = BatchReceiver(self._batches, self._memory, pin_memory)
+
+    def _was_forked_at_a_bad_moment(self) -> bool:
+        """Waits for the process to say that it has started, or that another one is needed; for other ends see `receive`."""
+        try:
+            if self._batches.poll(self._timeouts.setup):
+                self._batches.recv_bytes()
+                return False
+            limit = f"Timeouts(setup={self._timeouts.setup:.0f}) seconds"
+            raise ODBLoaderError(f"the collate process of rank {self._rank} did not start within {limit}")
+        except (EOFError, ConnectionError):
+            self._process.join(self._timeouts.stop)
+            return bool(self._process.exitcode == START_AGAIN)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, settings: LoaderSettings) -> None:
+        context: Any = multiprocessing.get_context(settings.start_method)
         self._memory = SharedMemory(_RING_BYTES)
         self._batches, batches = context.Pipe()
         requests, self._requests = context.Pipe(duplex=False)
@@ -56,7 +81,6 @@ class CollateProcess:
             for connection in (batches, requests, stop):
                 connection.close()
         self._memory.close()
-        self._receiver = BatchReceiver(self._batches, self._memory, pin_memory)
         if not _live:
             atexit.unregister(_close_all)
             atexit.register(_close_all)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,7 @@ from odb_lightning.runtime.epoch import EpochRun
 from odb_lightning.runtime.errors import Failure, PeerFailure, RaisedFailure
 from odb_lightning.runtime.exchange import Exchange, GlooExchange, SoloExchange, has_abandoned_group
 from odb_lightning.runtime.fetch import Fetcher
-from odb_lightning.runtime.guard import end_with_parent, exit_put_off, own_signals
+from odb_lightning.runtime.guard import can_look_up_names, end_with_parent, exit_put_off, own_signals
 from odb_lightning.runtime.presence import Presence
 from odb_lightning.runtime.ring import BatchSender, SharedMemory
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
@@ -25,6 +26,8 @@ from odb_lightning.runtime.stand_in import StandIn
 
 MAX_READY_BATCHES = 8
 """Batches that wait for the training process at most."""
+START_AGAIN = 75
+"""The exit code of a process that was forked at a bad moment."""
 _TRAINER_GONE = Failure("its training process", "it is gone without a word; it may have been killed")
 
 
@@ -32,10 +35,14 @@ def collate_main(
     settings: LoaderSettings, batches: Connection, requests: Connection, stop: Connection, memory: SharedMemory
 ) -> None:
     """Serves epochs until it is told to stop, or its parent is gone."""
+    gc.freeze()  # what was inherited is not this process's to delete: it may hold threads, which stayed behind
     own_signals(in_order=True)
     os.environ[HELPER_VARIABLE] = "1"
     torch.set_num_threads(1)
     end_with_parent(stop)
+    if settings.world_size > 1 and not can_look_up_names():
+        os._exit(START_AGAIN)
+    batches.send_bytes(b"started")
     process = _CollateProcess(settings, BatchSender(batches, memory, MAX_READY_BATCHES), memory)
     with contextlib.suppress(SystemExit):  # how a stop reaches the main thread
         _serve_epochs(process, requests)
@@ -130,5 +137,11 @@ class _CollateProcess:
             error = f"{difference}; every rank has to be given the same"
             failure = Failure("comparing the loader's options with rank 0's", f"ValueError: {error}")
             exchange.publish(failure)
-        if exchange.all_reduce_sum([failure is not None])[0]:
+        try:
+            num_failures = exchange.all_reduce_sum([failure is not None])[0]
+        except PeerFailure:
+            if failure is None:
+                raise
+            num_failures = 1  # a peer that found the same has left already
+        if num_failures:
             raise exchange.peer_failure() if failure is None else RaisedFailure(failure)

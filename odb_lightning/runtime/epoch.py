@@ -10,7 +10,7 @@ from odb_lightning.batch import StepInfo
 from odb_lightning.plan import AccumulationWindows, Outcome, RoundPlanner, exchange_blocks
 from odb_lightning.plan.accumulation import SummedStep
 from odb_lightning.runtime.counting import TargetCounter
-from odb_lightning.runtime.errors import Failure, RaisedFailure
+from odb_lightning.runtime.errors import Failure, PeerFailure, RaisedFailure
 from odb_lightning.runtime.exchange import Exchange, SoloExchange
 from odb_lightning.runtime.fetch import Fetcher, Observed
 from odb_lightning.runtime.presence import Presence
@@ -87,11 +87,8 @@ class EpochRun:
         while not self._windows.is_full:
             presence.round = self._planner.num_rounds
             failure = self._catch(self._fill_window)
-            reduced = self._exchange.all_reduce_max(
-                self._planner.report(is_exhausted=self._is_exhausted, stop_code=0 if failure is None else _FAILED)
-            )
-            if failure is not None:
-                raise RaisedFailure(failure)
+            report = self._planner.report(is_exhausted=self._is_exhausted, stop_code=0 if failure is None else _FAILED)
+            reduced = self._exchanged(failure, self._exchange.all_reduce_max, report)
             plan = self._planner.settle(reduced)
             if plan.outcome is Outcome.STOP:
                 raise self._exchange.peer_failure()
@@ -120,6 +117,17 @@ class EpochRun:
             failure = Failure.of(error, "the collate process")
             self._exchange.publish(failure)
             return failure
+
+    def _exchanged(self, failure: Failure | None, reduce: Any, values: list[Any]) -> list[Any]:
+        """The reduction; after a failure of this rank its peers hear of it in this way, and it is raised."""
+        try:
+            reduced: list[Any] = reduce(values)
+        except PeerFailure:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise RaisedFailure(failure)
+        return reduced
 
     def _check_quota(self) -> None:
         if not self._planner.joins:
@@ -203,9 +211,7 @@ class EpochRun:
                 + [bool(step.sample_ids) for step in block]
             )
         needs_stand_in = failure is None and self._stand_in.is_wanting and not all(groups)
-        reduced = self._exchange.all_reduce_sum([*sums, failure is not None, needs_stand_in])
-        if failure is not None:
-            raise RaisedFailure(failure)
+        reduced = self._exchanged(failure, self._exchange.all_reduce_sum, [*sums, failure is not None, needs_stand_in])
         if reduced[-2]:
             raise self._exchange.peer_failure()
         if reduced[-1]:

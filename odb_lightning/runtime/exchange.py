@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from odb_lightning.runtime.errors import Failure, PeerFailure
-from odb_lightning.runtime.presence import LEFT, Beacon, Peers, Presence
+from odb_lightning.runtime.presence import Beacon, Peers, Presence
 from odb_lightning.runtime.settings import StoreAddress, Timeouts
 
 _GRACE_BEATS = 3
@@ -112,8 +112,10 @@ class GlooExchange:
         self._store = open_store(address, timeouts.setup, f"exchange {rank}")
         self._connect_watch = partial(open_store, address, timeouts.setup, f"watch {rank}")
         self._peers = Peers(self._store, rank, world_size)
-        connect = partial(open_store, address, timeouts.setup, f"beacon {rank}")
-        self._beacon: Any = Beacon(self._store, connect, rank, presence, self._beat_seconds)
+        # Not in the thread: workers may be forked meanwhile, and would inherit a lock on the look-up of names.
+        beacons_store = open_store(address, timeouts.setup, f"beacon {rank}")
+        listen = partial(_read_failure, rank=rank)
+        self._beacon: Any = Beacon(beacons_store, rank, presence, self._beat_seconds, listen)
         self._group: Any = None
         self._work: Any = None
         """The operation under way."""
@@ -146,8 +148,7 @@ class GlooExchange:
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
                 here = [rank for rank in self._peers.present() if rank in missing]
-                if here:
-                    self._peers.look(here)
+                self._peers.look(here)
                 raise PeerFailure(
                     f"rank {self.rank} did not meet {self._peers.describe(missing)} within Timeouts(setup={limit:.0f}) "
                     "seconds: every rank has to iterate over the same loaders in the same order"
@@ -293,17 +294,17 @@ class GlooExchange:
         except PeerFailure as failure:
             return failure
         except RuntimeError:
+            if self._beacon.heard is not None:
+                return PeerFailure(self._beacon.heard)
             error += "; the store of the job is gone, too, which rank 0 holds where no launcher does"
         # Those that noticed it as this rank did have come as far; the one that began it has not.
         behind = self._peers.behind(self.presence.exchanges) or list(self._peers.seen)
-        left = [rank for rank in behind if self._peers.seen[rank].phase == LEFT]
+        left = [rank for rank in behind if rank in self._peers.left()]
         dead = [rank for rank in self._peers.stale((_GRACE_BEATS - 1) * self._beat_seconds) if rank in behind]
         if left and not dead:
-            return PeerFailure(
-                f"{self._peers.describe(left)} the iteration before its end, by a break or by an error that the loader was not "
-                f"told of, so rank {self.rank} can't go on"
-            )
-        return PeerFailure(f"rank {self.rank} lost the collate process of {self._peers.describe(dead) or 'a peer'} ({error})")
+            return PeerFailure(f"{_describe_left(self._peers, left)}, so rank {self.rank} can't go on")
+        who = self._peers.describe(dead) or (f"rank {1 - self.rank}" if self.world_size == 2 else "a peer")
+        return PeerFailure(f"rank {self.rank} lost the collate process of {who} ({error})")
 
     def _raise_published_failure(self, store: Any = None) -> None:
         failure = _read_failure(store or self._store, self.rank)
@@ -371,10 +372,26 @@ def connect_from_outside(address: StoreAddress, rank: int) -> None:
     open_store(address, _OUTSIDE_SECONDS, f"trainer {rank}")
 
 
-def publish_from_outside(address: StoreAddress, rank: int, failure: Failure) -> str | None:
-    """Leaves a failure of the training process for the peers; gives what a peer left before. Raises RuntimeError if the store
-    of the job is gone."""
-    return _publish(open_store(address, _OUTSIDE_SECONDS, f"trainer {rank}"), rank, failure)
+def publish_from_outside(address: StoreAddress, rank: int, world_size: int, failure: Failure) -> str | None:
+    """Leaves a failure of the training process for the peers; gives what ended the iteration on one of them before. Rank 0,
+    with which the store may go, waits for them to hear of it. Raises RuntimeError if the store is gone."""
+    store = open_store(address, _OUTSIDE_SECONDS, f"trainer {rank}")
+    earlier = _publish(store, rank, failure)
+    if earlier is not None:
+        return earlier
+    peers = Peers(store, rank, world_size)
+    peers.look(peers.present())
+    if peers.left():
+        return _describe_left(peers, peers.left())
+    deadline = time.monotonic() + _GRACE_BEATS * _BEAT_SECONDS
+    while rank == 0 and time.monotonic() < deadline and not peers.have_heard():
+        time.sleep(10 * _LONGEST_PAUSE_SECONDS)
+    return None
+
+
+def _describe_left(peers: Peers, left: Sequence[int]) -> str:
+    how = "by a break or by an error that the loader was not told of"
+    return f"{peers.describe(left)} left the iteration before its end, {how}"
 
 
 def _first_line(error: BaseException) -> str:

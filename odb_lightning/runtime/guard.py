@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ _PARENT_POLL_SECONDS = 0.5
 _ORDERLY_END_SECONDS = 10.0
 _SIGNAL_AGAIN_SECONDS = 0.05
 _RAISE_AGAIN_SECONDS = 1.0
+_LOOK_UP_SECONDS = 10.0
 
 
 def _end() -> None:
@@ -66,6 +69,20 @@ def end_with_launcher() -> None:
         _end()
 
     threading.Thread(target=watch, name="odb-launcher-watch", daemon=True).start()
+
+
+def can_look_up_names() -> bool:
+    """Whether a forked process can: not if a thread of its parent was just doing so, as that of a store is for each connection;
+    the child inherits the lock, and nobody to open it."""
+
+    def look_up() -> None:
+        with contextlib.suppress(OSError):
+            socket.gethostbyaddr("127.0.0.1")
+
+    thread = threading.Thread(target=look_up, name="odb-name-lookup", daemon=True)
+    thread.start()
+    thread.join(_LOOK_UP_SECONDS)
+    return not thread.is_alive()
 
 
 class _OrderlyExit:

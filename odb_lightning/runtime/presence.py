@@ -59,38 +59,43 @@ class Presence:
         return presence
 
     def describe(self, rank: int) -> str:
-        """E.g. "rank 1 (round 3 of epoch 0, collating)"."""
-        return f"rank {rank} (round {self.round} of epoch {self.epoch}, {self.phase})"
+        """E.g. "rank 1 (round 3 of epoch 0, collating)"; of one that has left, where."""
+        doing = "" if self.phase == LEFT else f", {self.phase}"
+        return f"rank {rank} (round {self.round} of epoch {self.epoch}{doing})"
 
 
 class Beacon:
-    """Writes a `Presence` to the store: now, every `seconds` from a thread of its own, and for the last time at `stop`.
+    """Writes a `Presence` to the store every `seconds`, from a thread and on a connection of its own (one that waits for a key
+    would hold up the beats); listens for a failure of a peer, as the store may be gone when it is asked for."""
 
-    The thread uses a connection of its own, which `connect` gives: one that waits for a key would hold up the beats.
-    """
-
-    def __init__(self, store: Any, connect: Callable[[], Any], rank: int, presence: Presence, seconds: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, presence: Presence, seconds: float, read_failure: Callable[[Any], str | None]
+    ) -> None:
         self._store = store
-        self._connect = connect
         self._rank = rank
         self._presence = presence
         self._seconds = seconds
+        self._read_failure = read_failure
+        self.heard: str | None = None
+        """What ended the iteration on another rank."""
         self._stopped = threading.Event()
-        self._write(store)
+        self._write()
         self._thread = threading.Thread(target=self._run, name="odb-beacon", daemon=True)
         self._thread.start()
 
-    def _write(self, store: Any) -> None:
+    def _write(self) -> None:
         self._presence.beat += 1
-        store.set(f"presence/{self._rank}", self._presence.encode())
+        self._store.set(f"presence/{self._rank}", self._presence.encode())
 
     def _run(self) -> None:
-        store = None
         # A store that is gone: the rank that held it has ended, and the exchange says so.
         with contextlib.suppress(Exception):
             while not self._stopped.wait(self._seconds):
-                store = store or self._connect()  # not before it is needed: names can take seconds to look up
-                self._write(store)
+                self._write()
+                if self.heard is None:
+                    self.heard = self._read_failure(self._store)
+                    if self.heard is not None:
+                        self._store.set(f"heard/{self._rank}", "1")
 
     def stop(self) -> None:
         """Says that the rank has left, as far as that is still possible."""
@@ -98,7 +103,7 @@ class Beacon:
         self._thread.join(self._seconds + 1.0)
         self._presence.note(LEFT)
         with contextlib.suppress(Exception):
-            self._write(self._store)
+            self._write()
 
 
 class Peers:
@@ -113,6 +118,8 @@ class Peers:
     def look(self, among: Sequence[int] | None = None) -> None:
         """Reads the presences (of all peers; they have to be there)."""
         ranks = self._ranks if among is None else among
+        if not ranks:
+            return
         now = time.monotonic()
         for rank, text in zip(ranks, self._store.multi_get([f"presence/{rank}" for rank in ranks]), strict=True):
             presence = Presence.decode(text)
@@ -123,6 +130,16 @@ class Peers:
     def present(self) -> list[int]:
         """The peers that have written a presence at all."""
         return [rank for rank in self._ranks if self._store.check([f"presence/{rank}"])]
+
+    def left(self) -> list[int]:
+        """Peers that were seen to have left."""
+        return [rank for rank, presence in self.seen.items() if presence.phase == LEFT]
+
+    def have_heard(self) -> bool:
+        """Whether all peers know of the failure, or have left."""
+        self.look(self.present())
+        left = self.left()
+        return all(rank in left or self._store.check([f"heard/{rank}"]) for rank in self.seen)
 
     def stale(self, seconds: float) -> list[int]:
         """Peers whose presence was the same for so long, as seen from here, though they have not left."""

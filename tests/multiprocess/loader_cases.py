@@ -102,7 +102,7 @@ FORMS = {
 
 NON_JOIN_FORMS = {
     "24-and-5": Form(tuple(LENGTHS), _cut(24, 5, 0, 7), mode="non_join"),
-    "empty": Form(tuple(LENGTHS), _cut(0, 30, 0, 1), mode="non_join", accumulate=3),
+    "empty": Form(tuple(LENGTHS), _cut(30, 0, 0, 1), mode="non_join", accumulate=3),
     "quota": Form(tuple(LENGTHS), _cut(9, 20, 30, 10), mode="non_join", quota=150, num_workers=0, shuffle=False),
     "small-quota": Form(tuple(LENGTHS), _cut(30, 20, 3, 10), mode="non_join", quota=11, accumulate=2),
     "zeros": Form((0, 0, 4, 0, 9, 0, 0, 8, 0, 0, 5), _cut(5, 2, 0, 4), l_max=20, mode="non_join"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,31 @@ def test_ctrl_c_ends_the_run_as_interrupted(tmp_path: Path) -> None:
     result = odb_train(*TINY, *crash, "validate=false", cwd=tmp_path, seconds=SECONDS, environment={"PYTHONPATH": str(TESTS)})
     assert result.status != 0
     assert summary_of(the_run(tmp_path))["status"] == "interrupted"
+
+
+TERMINATED = """
+import signal, subprocess, sys, time
+
+command = [sys.executable, "-m", "odb_lightning.train", *sys.argv[1:]]
+process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+told = None
+for line in process.stdout:  # to the end of all its processes
+    print(line, end="", flush=True)
+    if " samples (" in line and told is None:
+        process.send_signal(signal.SIGTERM)
+        told = time.monotonic()
+sys.exit(process.wait() if told is not None and time.monotonic() - told < 60 else "it did not train, or did not end in time")
+"""
+"""Runs `odb-train`, and sends a SIGTERM to its main process, and to no other, once it trains."""
+
+
+def test_sigterm_to_the_main_process_ends_the_run_as_interrupted(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TERMINATED, *TINY, "validate=false", "trainer.max_epochs=500"]
+    result = run_command(command, cwd=tmp_path, seconds=SECONDS)
+    assert result.status == 128 + signal.SIGTERM, result.output[-6000:]
+    summary = summary_of(the_run(tmp_path))
+    assert summary["status"] == "interrupted"
+    assert summary["steps"] > 0
 
 
 def test_a_refused_value_is_named_before_anything_starts(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_progress_of_a_peer_is_progress_for_the_training_process(pair: Pair) -> 
 def test_a_peer_without_a_sign_of_life_is_dead(pair: Pair) -> None:
     ours, theirs = pair.met(Timeouts(setup=5, exchange=60, peer=1))
     theirs.presence.note("fetching samples")
-    theirs._beacon._write(theirs._store)
+    theirs._beacon._write()
     theirs._beacon._stopped.set()  # as if its machine had lost the network
     with pytest.raises(PeerFailure, match=r"lost rank 1 \(round 0 of epoch 5, fetching samples\): no sign of life .*peer=1"):
         pair.waiting(ours).result(20)
@@ -116,15 +116,15 @@ def test_a_peer_that_left_is_told_from_one_that_died(pair: Pair) -> None:
     result = pair.waiting(ours)
     theirs.close()
     assert theirs.presence.phase == LEFT
-    with pytest.raises(PeerFailure, match=r"rank 1 \(round 0 of epoch 5, has left\) the iteration before its end, by a break"):
+    with pytest.raises(PeerFailure, match=r"rank 1 \(round 0 of epoch 5\) left the iteration before its end, by a break"):
         result.result(20)
 
 
 def test_the_first_failure_published_is_what_all_are_told(pair: Pair) -> None:
     ours, theirs = pair.met()
     result = pair.waiting(ours)
-    assert publish_from_outside(pair.address, 1, Failure("its training loop", "ValueError: first", "line 3")) is None
-    assert publish_from_outside(pair.address, 0, Failure("its training loop", "an effect")) == (
+    assert publish_from_outside(pair.address, 1, 2, Failure("its training loop", "ValueError: first", "line 3")) is None
+    assert publish_from_outside(pair.address, 0, 2, Failure("its training loop", "an effect")) == (
         "rank 1 failed in its training loop: ValueError: first\n\nOriginal traceback on rank 1:\nline 3"
     )
     theirs.close()

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from odb_lightning import ODBDataLoader, ODBLoaderError
+from odb_lightning import ODBDataLoader, ODBLoaderError, Timeouts
+from odb_lightning.runtime.guard import can_look_up_names
 from tests.loader_data import (
     Counted,
     Fails,
@@ -279,3 +280,33 @@ def test_errors_that_cant_be_pickled_are_told_all_the_same() -> None:
     assert "UserError: bad sample 3" in failure_of(
         make_loader(Fails(LENGTHS, at=3), collate_fn=plain_list, num_supervised_fn=len)
     )
+
+
+class TestForkedAtABadMoment:
+    """A thread of the training process was just looking up a name: its child can't, and has to be forked again."""
+
+    def loader(self, monkeypatch: pytest.MonkeyPatch, bad_forks: int) -> ODBDataLoader:
+        left = get_context("fork").Value("i", bad_forks)
+
+        def can_look_up_names() -> bool:
+            with left.get_lock():
+                left.value -= 1
+                return left.value < 0
+
+        monkeypatch.setattr("odb_lightning.runtime.collate_process.can_look_up_names", can_look_up_names)
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return make_loader(Lengths(LENGTHS), rank=0, world_size=2, store=store, timeouts=Timeouts(setup=1))
+
+    def test_it_is_forked_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "rank 0 did not meet rank 1 within" in failure_of(self.loader(monkeypatch, bad_forks=2))
+
+    def test_but_not_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "ended unexpectedly with exit code 75" in failure_of(self.loader(monkeypatch, bad_forks=99))
+
+    def test_a_lock_that_nobody_opens_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        closed = threading.Event()
+        monkeypatch.setattr("odb_lightning.runtime.guard._LOOK_UP_SECONDS", 0.1)
+        assert can_look_up_names()
+        monkeypatch.setattr("socket.gethostbyaddr", lambda address: closed.wait(10))
+        assert not can_look_up_names()
+        closed.set()
