@@ -276,6 +276,11 @@ def members(group: int) -> list[int]:
     return found
 
 
+def own_files() -> set[str]:
+    """What there is in the shared-memory file system, less what belongs to the semaphores of programs that run beside."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -295,7 +300,7 @@ def run_processes(folder: Path, jobs: list[tuple[Any, tuple[Any, ...]]], tally: 
     """Exit codes; None for one that had to be killed. Counts what is left."""
     context = multiprocessing.get_context("fork")
     port = free_port()
-    files = set(os.listdir("/dev/shm"))
+    files = own_files()
     children = [
         context.Process(target=_child, args=(port, folder / f"log{number}", function, arguments))
         for number, (function, arguments) in enumerate(jobs)
@@ -321,7 +326,7 @@ def run_processes(folder: Path, jobs: list[tuple[Any, tuple[Any, ...]]], tally: 
     for child in children:
         child.join()
         child.close()
-    tally.files_left += len(set(os.listdir("/dev/shm")) - files)
+    tally.files_left += len(own_files() - files)
     return codes
 
 

@@ -103,12 +103,13 @@ class ODBDataModule(_NeedsODBStrategy):
         if isinstance(existing, _NeedsODBStrategy):
             raise TypeError(f"existing is a {type(existing).__name__}: its loaders are ODB loaders already")
         original = type(existing)
+        of_validation = {name: value for name, value in options.items() if name not in ("accumulate", "mode", "quota")}
 
         def train_dataloader(self: Any) -> Any:
             return _converted(original.train_dataloader(self), l_max, options)
 
         def val_dataloader(self: Any) -> Any:
-            return _converted(original.val_dataloader(self), l_max, options)
+            return _converted(original.val_dataloader(self), l_max, of_validation)
 
         replaced = {method.__name__: method for method in (train_dataloader, val_dataloader) if _has(existing, method.__name__)}
         methods = {"__module__": original.__module__} | replaced

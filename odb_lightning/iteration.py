@@ -85,4 +85,9 @@ class Iteration(Iterator[ODBBatch]):
         return earlier
 
     def __del__(self) -> None:
-        self.close()
+        # A `for` loop that was left. Without waiting for the processes: if it was by an error, the peers are about to be told.
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            loader._iteration = None
+            if self._process is not None:
+                self._process.stop()

@@ -19,6 +19,7 @@ from odb_lightning.loader_options import (
     check_at_least_one,
     check_can_be_sent,
     check_choice,
+    check_kinds,
     length_of_input_ids,
     refuse_unknown,
     start_method_of,
@@ -108,6 +109,8 @@ class ODBDataLoader:
     ) -> None:
         refuse_unknown(unknown, LOADER_OPTIONS)
         check_at_least_one(l_max=l_max, buffer_size=buffer_size)
+        l_max, buffer_size = int(l_max), int(buffer_size)
+        check_kinds(collate_fn=collate_fn, length_fn=length_fn, worker_init_fn=worker_init_fn, timeouts=timeouts, seed=seed)
         optional = {"max_rows": max_rows, "accumulate": accumulate, "prefetch_factor": prefetch_factor, "quota": quota}
         check_at_least_one(**{name: value for name, value in optional.items() if value is not None})
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
@@ -131,6 +134,8 @@ class ODBDataLoader:
             warnings.warn(f"sharding={sharding!r} is ignored: the data set is not iterable", stacklevel=2)
         if quota is not None and mode == "join":
             warnings.warn("quota is ignored with mode='join', which trains each sample once", stacklevel=2)
+        if sampler is not None and not hasattr(sampler, "__iter__"):
+            raise TypeError(f"sampler has to be iterable, got {sampler!r}")
         if deal_sampler and sampler is None:
             raise ValueError("deal_sampler=True needs a sampler; the default one is dealt out anyway")
         if num_workers == 0 and prefetch_factor is not None:
@@ -249,14 +254,15 @@ class ODBDataLoader:
         return self
 
     def __exit__(self, _type: object, reason: BaseException | None, _traceback: object) -> None:
-        self.close(reason)
+        # A generator that is closed at such a place is left like a loop by a break.
+        self.close(None if isinstance(reason, GeneratorExit) else reason)
 
     def __del__(self) -> None:
         if getattr(self, "_process", None) is not None:
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_process": None, "_iteration": None}
+        return self.__dict__ | {"_process": None, "_iteration": None, "_meeting": None}
 
     def _end_iteration(self, reason: BaseException | None = None) -> str | None:
         iteration = None if self._iteration is None else self._iteration()
@@ -278,6 +284,7 @@ class ODBDataLoader:
         known = self._attached or _Attachment(*data_parallel_position(self.rank, self.world_size), self.accumulate or 1, None)
         rank, world_size = known.rank, known.world_size
         self._meeting = _Meeting(store_address(self._store, rank, world_size), rank, world_size)
+        self._connect(self._meeting)
         if self._is_iterable:
             check_sharding(self.dataset, self._options["sharding"], self._options["num_workers"], world_size)
         request = EpochRequest(
@@ -287,12 +294,15 @@ class ODBDataLoader:
             accumulate=known.accumulate,
             max_steps=known.max_steps,
             store=self._meeting.address,
+            data_knobs=self._data_knobs(),
         )
+        if self._process is not None and self._process.is_inherited:
+            self._process = None
+        if self._process is not None and self._process.is_stopping:
+            self._end_process()
         if self._process is not None and not self._process.is_alive:
             warnings.warn("the loader's processes have ended since the last epoch; they are started again", stacklevel=3)
             self._end_process()
-        if request.store is not None:
-            connect_from_outside(request.store, rank)
         if self._process is None:
             settings = LoaderSettings(rank=rank, world_size=world_size, **self._options)
             self._process = CollateProcess(settings, self.pin_memory)
@@ -302,6 +312,20 @@ class ODBDataLoader:
             self._end_process()
             raise
         return self._process
+
+    def _connect(self, meeting: _Meeting) -> None:
+        """While all is well: to tell the peers of an error there may be no time to connect first."""
+        address, limit = meeting.address, self._options["timeouts"].setup
+        if address is None:
+            return
+        try:
+            connect_from_outside(address, meeting.rank, limit)
+        except RuntimeError as error:
+            where = f"{address.host}:{address.port}" if address.path is None else address.path
+            raise ODBLoaderError(
+                f"rank {meeting.rank} found no store at {where} within Timeouts(setup={limit:.0f}) seconds, where ranks are "
+                f"to meet; rank 0 or the launcher of the job holds it: {error}"
+            ) from error
 
     def _tell_peers(self, where: str, error: BaseException | str) -> str | None:
         """How the iteration under way ended here, so that they can say so. Gives what a peer told before."""
@@ -315,6 +339,14 @@ class ODBDataLoader:
             if isinstance(error, str) or self._process is None:
                 return None
             return self._process.failure_within(_LAST_WORDS_SECONDS)
+
+    def _data_knobs(self) -> dict[str, Any]:
+        """What decides which samples a rank sees: if it differs between ranks, some are lost and some repeated."""
+        if self._is_iterable:
+            return {"sharding": self._options["sharding"], "num_workers": max(self._options["num_workers"], 1)}
+        if self._sampler is None:
+            return {"len(dataset)": len(self.dataset)}
+        return {"deal_sampler": self._deal_sampler}
 
     def _views(self, rank: int, world_size: int) -> Any:
         if self._is_iterable:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import reprlib
+import socket
 from collections.abc import Collection, Mapping
 from multiprocessing.reduction import ForkingPickler
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
+
+from odb_lightning.runtime.settings import Timeouts
 
 _OF_A_DATALOADER = {
     "batch_size": "l_max decides how many samples a batch has (max_rows is a limit on them)",
@@ -56,8 +60,19 @@ def start_method_of(context: Any) -> str | None:
 def check_at_least_one(**values: int | None) -> None:
     """Raises ValueError for an option that is no whole number of at least 1."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def check_kinds(timeouts: Any, seed: Any, **functions: Any) -> None:
+    """Raises TypeError for an option that is none of what it has to be."""
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{name} has to be a function, got {value!r}")
+    if timeouts is not None and not isinstance(timeouts, Timeouts):
+        raise TypeError(f"timeouts has to be an odb_lightning.Timeouts, got {timeouts!r}")
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise TypeError(f"seed has to be a whole number, got {seed!r}")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -106,8 +121,9 @@ class _DryRun(ForkingPickler):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, (torch.Tensor, torch.UntypedStorage)) or (type(value) is np.ndarray and value.dtype != object):
+        is_array = isinstance(value, np.ndarray) and value.dtype != object
+        if is_array or isinstance(value, (torch.Tensor, torch.UntypedStorage, socket.socket)):
             return (int, ())
-        if type(value).__module__.partition(".")[0] in ("multiprocessing", "_multiprocessing"):
+        if any(cls.__module__.partition(".")[0] in ("multiprocessing", "_multiprocessing") for cls in type(value).__mro__):
             return (int, ())
         return NotImplemented

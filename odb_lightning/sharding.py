@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
@@ -55,7 +56,8 @@ def is_iterable(dataset: Any) -> bool:
 
 def is_hugging_face(dataset: Any) -> bool:
     """Whether it is a `datasets.IterableDataset`, which splits itself among workers and can be split among ranks."""
-    return type(dataset).__module__.partition(".")[0] == "datasets" and hasattr(dataset, "set_epoch")
+    kind = getattr(sys.modules.get("datasets"), "IterableDataset", None)
+    return isinstance(kind, type) and hasattr(kind, "set_epoch") and isinstance(dataset, kind)
 
 
 def check_sharding(dataset: Any, sharding: Sharding, num_workers: int, world_size: int) -> None:

@@ -38,10 +38,12 @@ class CollateProcess:
         self._rank = settings.rank
         self._owner = os.getpid()
         self._stand_in: Any = None
+        self.is_stopping = False
         attempts = 1
         self._start(settings)
         while self._was_forked_at_a_bad_moment() and attempts < _START_ATTEMPTS:
             self.close()
+            self.is_stopping = False
             self._start(settings)
             attempts += 1
         self._receiver = BatchReceiver(self._batches, self._memory, pin_memory)
@@ -121,13 +123,15 @@ class CollateProcess:
         return kind, facts, payload
 
     def failure_within(self, seconds: float) -> str | None:
-        """The failure that this epoch ends with, if it comes in this time; the batches before it are given up."""
+        """The failure that this epoch ends with, or that was heard of since its end, if it comes in this time; the batches
+        before it are given up."""
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(ODBLoaderError, EOFError, OSError):
+        with contextlib.suppress(EOFError, OSError):
+            self._requests.send(None)
             while self._batches.poll(max(deadline - time.monotonic(), 0.0)):
                 kind, facts, _ = self._receiver.receive()
                 if kind == "failure":
-                    return str(facts)
+                    return None if facts is None else str(facts)
         return None
 
     def stand_in(self) -> Any:
@@ -142,15 +146,25 @@ class CollateProcess:
             "code is the signal that killed it (-9: often the machine ran out of memory)"
         )
 
+    def stop(self) -> None:
+        """Tells the process to end, without waiting for it: `close` has to follow."""
+        self.is_stopping = True
+        with contextlib.suppress(OSError):
+            self._stop.send_bytes(b"stop")
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked copy, of a process that is its original's."""
+        return os.getpid() != self._owner
+
     def close(self) -> None:
         """Ends the process and its workers, at once. Peers that wait for this rank's collate process are released."""
-        if os.getpid() != self._owner:
-            return  # a forked copy; the process is its original's
+        if self.is_inherited:
+            return
         _live.discard(self)
         if self._stop.closed:
             return
-        with contextlib.suppress(OSError):
-            self._stop.send_bytes(b"stop")
+        self.stop()
         self._process.join(self._timeouts.stop)
         if self._process.is_alive():
             self._process.kill()

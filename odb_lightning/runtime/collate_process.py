@@ -60,7 +60,10 @@ def _serve_epochs(process: _CollateProcess, requests: Connection) -> None:
             request = requests.recv()
         except (EOFError, RuntimeError):  # RuntimeError: torch's word of a worker that died; the next epoch starts anew
             return
-        process.serve(request)
+        if request is None:
+            process.tell_what_was_heard()
+        else:
+            process.serve(request)
 
 
 def _collate_seeded(settings: LoaderSettings, samples: list[object]) -> object:
@@ -78,10 +81,16 @@ class _CollateProcess:
         self._counter = TargetCounter(settings.num_supervised_fn)
         self._stand_in = StandIn(functools.partial(_collate_seeded, settings), self._counter)
         self._fetcher: Fetcher | None = None
+        self._last_exchange: Exchange = SoloExchange(Presence())
 
     def close(self) -> None:
         """Ends the workers, before multiprocessing's exit handler would terminate them and torch would call that a failure."""
+        self._last_exchange.close()
         self._fetcher = None
+
+    def tell_what_was_heard(self) -> None:
+        """Of a peer that failed after this rank had come to the end of its epoch."""
+        self._report(self._last_exchange.heard())
 
     def _count_progress(self) -> None:
         self._memory.progress[0] += 1
@@ -89,18 +98,22 @@ class _CollateProcess:
     def serve(self, request: EpochRequest) -> None:
         """Runs one epoch, and reports how it failed, if it did."""
         rank = self._settings.rank
+        before = self._last_exchange
         presence = Presence(request.epoch, self._count_progress)
         exchange: Exchange = SoloExchange(presence)
         told: str | None = None
         try:
             if request.store is not None:
-                exchange = GlooExchange(request.store, rank, self._settings.world_size, self._settings.timeouts, presence)
+                size, timeouts = self._settings.world_size, self._settings.timeouts
+                exchange = GlooExchange(request.store, rank, size, timeouts, presence, before)
+            self._last_exchange = exchange
             if self._fetcher is None:
                 self._fetcher = Fetcher(self._settings)
             run = EpochRun(self._settings, request, self._fetcher, self._sender, self._counter, self._stand_in)
             # The workers exist by now: forked later, they would keep the group's sockets open after this process died.
             if isinstance(exchange, GlooExchange):
                 exchange.meet()
+                before.close()
                 self._check_knobs(exchange, request)
             run.run(exchange)
         except RaisedFailure as error:
@@ -120,18 +133,19 @@ class _CollateProcess:
             told = failure.describe(rank)
         finally:
             with exit_put_off():
-                exchange.close()
+                before.close()
+                exchange.leave()
         if told is not None:
             # Not before: the training process ends this one as soon as it knows, and the peers have to hear of it first.
             self._report(told)
 
-    def _report(self, text: str) -> None:
+    def _report(self, text: str | None) -> None:
         with contextlib.suppress(EOFError, ConnectionError):  # the training process may be gone
             self._sender.send("failure", text)
 
     def _check_knobs(self, exchange: GlooExchange, request: EpochRequest) -> None:
         knobs = {"epoch": request.epoch, "accumulate": request.accumulate, "max_steps": request.max_steps}
-        difference = exchange.compare_knobs(self._settings.shared_knobs() | knobs)
+        difference = exchange.compare_knobs(self._settings.shared_knobs() | knobs | request.data_knobs)
         failure = None
         if difference is not None:
             error = f"{difference}; every rank has to be given the same"

@@ -99,6 +99,7 @@ class EpochRun:
             self._stats.rounds += 1
             if plan.outcome is Outcome.END:
                 self._check_quota()
+                self._exchange.finish()
                 break
             if plan.outcome is Outcome.PASS_END:
                 self._stats.passes += self._is_exhausted

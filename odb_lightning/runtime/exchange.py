@@ -26,10 +26,9 @@ _FORMING_BEATS = 10
 """The same while the group forms, when no rank does anything else."""
 _SHORTEST_PAUSE_SECONDS = 50e-6
 _LONGEST_PAUSE_SECONDS = 5e-3
+_FINISH_SECONDS = 10.0
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 5.0
-_OUTSIDE_SECONDS = 10.0
-"""For the training process to reach the store of the job."""
 _NO_LIMIT = timedelta(days=365)
 """Of Gloo's own; `_wait` has the limit."""
 _WORKER_DIED = "DataLoader worker"
@@ -62,8 +61,19 @@ class Exchange(Protocol):
     def peer_failure(self) -> PeerFailure:
         """What a peer that gave a stop code, or is gone, published."""
 
+    def finish(self) -> None:
+        """After the last exchange: waits for the peers to have come through it, so that none takes this rank's end for a
+        failure."""
+
+    def leave(self) -> None:
+        """Gives up the group. After `finish` this rank still listens for what becomes of its peers, until `close`; else it
+        has left, and peers that still wait for it fail at once."""
+
+    def heard(self) -> str | None:
+        """What ended the iteration on a peer, as far as this rank has heard."""
+
     def close(self) -> None:
-        """Leaves the group; peers that still wait for this rank fail at once."""
+        """Leaves, and listens no more."""
 
 
 class SoloExchange:
@@ -91,6 +101,15 @@ class SoloExchange:
     def peer_failure(self) -> PeerFailure:
         raise AssertionError("a single rank has no peer")
 
+    def finish(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+    def heard(self) -> str | None:
+        return None
+
     def close(self) -> None:
         pass
 
@@ -102,7 +121,16 @@ class GlooExchange:
     is dead is noticed by its closed connection, at once, or by `Timeouts.peer` seconds without a sign of life.
     """
 
-    def __init__(self, address: StoreAddress, rank: int, world_size: int, timeouts: Timeouts, presence: Presence) -> None:
+    def __init__(
+        self,
+        address: StoreAddress,
+        rank: int,
+        world_size: int,
+        timeouts: Timeouts,
+        presence: Presence,
+        before: Exchange | None = None,
+    ) -> None:
+        """`before`: that of the last epoch, whose last batches a peer's training process may still fail with."""
         self.rank = rank
         self.world_size = world_size
         self.seconds = 0.0
@@ -116,9 +144,11 @@ class GlooExchange:
         beacons_store = open_store(address, timeouts.setup, f"beacon {rank}")
         listen = partial(_read_failure, rank=rank)
         self._beacon: Any = Beacon(beacons_store, rank, presence, self._beat_seconds, listen)
+        self._before = before
         self._group: Any = None
         self._work: Any = None
         """The operation under way."""
+        self._has_finished = False
 
     def meet(self) -> None:
         """Forms the group with the peers' collate processes. Raises PeerFailure if one failed before, or does not come."""
@@ -135,6 +165,8 @@ class GlooExchange:
         try:
             yield
         except RuntimeError as error:
+            if _WORKER_DIED in str(error):
+                raise
             raise PeerFailure(
                 f"rank {self.rank} lost the store of the job, which rank 0 holds where no launcher does ({_first_line(error)})"
             ) from error
@@ -145,6 +177,9 @@ class GlooExchange:
         deadline = time.monotonic() + limit
         while not self._store.check(list(keys.values())):
             self._raise_published_failure()
+            before = None if self._before is None else self._before.heard()
+            if before is not None:
+                raise PeerFailure(before)
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
                 here = [rank for rank in self._peers.present() if rank in missing]
@@ -293,7 +328,9 @@ class GlooExchange:
             self._peers.look()
         except PeerFailure as failure:
             return failure
-        except RuntimeError:
+        except RuntimeError as loss:
+            if _WORKER_DIED in str(loss):
+                raise
             if self._beacon.heard is not None:
                 return PeerFailure(self._beacon.heard)
             error += "; the store of the job is gone, too, which rank 0 holds where no launcher does"
@@ -311,12 +348,32 @@ class GlooExchange:
         if failure is not None:
             raise PeerFailure(failure)
 
-    def close(self) -> None:
-        if self._beacon is not None:
+    def finish(self) -> None:
+        deadline = time.monotonic() + _FINISH_SECONDS
+        with contextlib.suppress(RuntimeError):  # the store went with a rank that has finished: this one has, too
+            num_finished = self._store.add("finished", 1)
+            while num_finished < self.world_size and time.monotonic() < deadline:
+                time.sleep(_LONGEST_PAUSE_SECONDS)
+                num_finished = self._store.add("finished", 0)
+        self._has_finished = True
+
+    def leave(self) -> None:
+        if self._has_finished and self._beacon is not None:
+            self._beacon.finish()
+        elif self._beacon is not None:
             self._beacon.stop()
         if self._work is not None and not self._work.is_completed():
             _abandoned.append(self._group)
-        self._group = self._work = self._beacon = None
+        self._group = self._work = None
+
+    def heard(self) -> str | None:
+        return None if self._beacon is None else self._beacon.heard
+
+    def close(self) -> None:
+        self.leave()
+        if self._beacon is not None:
+            self._beacon.stop()
+            self._beacon = None
 
 
 _abandoned: list[Any] = []
@@ -333,12 +390,16 @@ _connections: dict[tuple[Any, ...], Any] = {}
 os.register_at_fork(after_in_child=_connections.clear)
 
 
+def _connection_key(address: StoreAddress, purpose: str) -> tuple[Any, ...]:
+    return address.host, address.port, address.path, purpose
+
+
 def open_store(address: StoreAddress, seconds: float, purpose: str) -> Any:
     """The place where ranks meet, its keys below the prefix of one iteration, on a connection that is kept for this `purpose`.
 
     Raises RuntimeError if it can't be reached within `seconds`.
     """
-    key = (address.host, address.port, address.path, purpose)
+    key = _connection_key(address, purpose)
     if key in _connections:
         with contextlib.suppress(RuntimeError):
             _connections[key].check(["is it there?"])
@@ -367,15 +428,16 @@ def _read_failure(store: Any, rank: int) -> str | None:
     return None if first[0] == rank else str(first[1])
 
 
-def connect_from_outside(address: StoreAddress, rank: int) -> None:
-    """Makes the training process's connection while all is well: later, the peers may not wait for it."""
-    open_store(address, _OUTSIDE_SECONDS, f"trainer {rank}")
+def connect_from_outside(address: StoreAddress, rank: int, seconds: float) -> None:
+    """Makes the training process's connection while all is well. Raises RuntimeError if there is no store in this time."""
+    open_store(address, seconds, f"trainer {rank}")
 
 
 def publish_from_outside(address: StoreAddress, rank: int, world_size: int, failure: Failure) -> str | None:
     """Leaves a failure of the training process for the peers; gives what ended the iteration on one of them before. Rank 0,
     with which the store may go, waits for them to hear of it. Raises RuntimeError if the store is gone."""
-    store = open_store(address, _OUTSIDE_SECONDS, f"trainer {rank}")
+    # On the connection made at the beginning: to connect now may take longer than there is.
+    store = dist.PrefixStore(address.prefix, _connections[_connection_key(address, f"trainer {rank}")])
     earlier = _publish(store, rank, failure)
     if earlier is not None:
         return earlier

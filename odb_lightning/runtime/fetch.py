@@ -17,7 +17,7 @@ from odb_lightning.runtime.guard import GuardedWorkerInit, TimeLimit
 from odb_lightning.runtime.ring import SharedMemory
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
 from odb_lightning.runtime.settings import EpochRequest, LoaderSettings
-from odb_lightning.sharding import Shard, is_iterable, set_current_shard, split_among_ranks
+from odb_lightning.sharding import Shard, is_hugging_face, is_iterable, set_current_shard, split_among_ranks
 
 
 class Observed(NamedTuple):
@@ -145,10 +145,19 @@ class _ChunkStream(IterableDataset[_Chunk]):
         if samples or failure is not None:
             yield _pack(sample_ids, lengths, samples, failure)
 
-    def _begin(self, epoch: int) -> Iterator[Any]:
-        if hasattr(self._dataset, "set_epoch"):
+    def set_epoch(self, epoch: int) -> None:
+        """Before the workers begin it. A Hugging Face data set keeps its epoch where all of them see it, and counts up to the
+        new one: if each did so, some would count twice, and read what is another's."""
+        if is_hugging_face(self._dataset):
             self._dataset.set_epoch(epoch)
-        return iter(self._dataset)
+
+    def _begin(self, epoch: int) -> Iterator[Any]:
+        if hasattr(self._dataset, "set_epoch") and not is_hugging_face(self._dataset):
+            self._dataset.set_epoch(epoch)
+        try:
+            return iter(self._dataset)
+        except StopIteration as error:
+            raise RuntimeError("the data set's __iter__ raised StopIteration") from error
 
 
 class _Chunks(Sampler[_ChunkRequest]):
@@ -194,11 +203,12 @@ class Fetcher:
                 "worker_init_fn": GuardedWorkerInit(settings.worker_init_fn),
                 "multiprocessing_context": settings.start_method,
             }
-        source: Any = _ChunkStream(settings, self._current) if is_iterable(settings.dataset) else _ChunkSource(settings)
+        self._stream = _ChunkStream(settings, self._current) if is_iterable(settings.dataset) else None
+        source: Any = self._stream or _ChunkSource(settings)
         self._loader: DataLoader[_Chunk] = DataLoader(
             source,
             batch_size=None,
-            sampler=None if isinstance(source, IterableDataset) else self._chunks,
+            sampler=None if self._stream is not None else self._chunks,
             num_workers=settings.num_workers,
             collate_fn=_as_it_is,
             generator=torch.Generator().manual_seed(derive_seed(settings.seed, settings.rank, "workers")),
@@ -219,7 +229,10 @@ class Fetcher:
             views = np.random.default_rng(derive_seed(seed, request.epoch, "pass", pass_number)).permutation(views)
         self._chunks.seed, self._chunks.views = _pass_seed(seed, request.epoch, pass_number), views
         self._current.array.view(np.int64)[:] = request.epoch, pass_number
-        return iter(self._loader)
+        if self._stream is not None:
+            self._stream.set_epoch(request.epoch)
+        with self._limit:  # workers that are kept bring what they were asked for in the last pass, first
+            return iter(self._loader)
 
     def _passes(self, request: EpochRequest, chunks: Iterator[_Chunk]) -> Iterator[Observed | None]:
         for pass_number in itertools.count(1):

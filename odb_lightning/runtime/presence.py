@@ -6,11 +6,13 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 LEFT = "has left"
-"""The phase of a rank that has left its group."""
+"""The phase of a rank that has left its group before the end."""
+FINISHED = "has finished"
+"""The phase of a rank whose epoch is planned and collated to its end; its training process may be batches behind."""
 
 
 def _do_nothing() -> None:
@@ -60,7 +62,7 @@ class Presence:
 
     def describe(self, rank: int) -> str:
         """E.g. "rank 1 (round 3 of epoch 0, collating)"; of one that has left, where."""
-        doing = "" if self.phase == LEFT else f", {self.phase}"
+        doing = "" if self.phase in (LEFT, FINISHED) else f", {self.phase}"
         return f"rank {rank} (round {self.round} of epoch {self.epoch}{doing})"
 
 
@@ -79,6 +81,8 @@ class Beacon:
         self.heard: str | None = None
         """What ended the iteration on another rank."""
         self._stopped = threading.Event()
+        self._is_lost = False
+        """The store is gone."""
         self._write()
         self._thread = threading.Thread(target=self._run, name="odb-beacon", daemon=True)
         self._thread.start()
@@ -89,7 +93,7 @@ class Beacon:
 
     def _run(self) -> None:
         # A store that is gone: the rank that held it has ended, and the exchange says so.
-        with contextlib.suppress(Exception):
+        with self._until_lost():
             while not self._stopped.wait(self._seconds):
                 self._write()
                 if self.heard is None:
@@ -97,13 +101,30 @@ class Beacon:
                     if self.heard is not None:
                         self._store.set(f"heard/{self._rank}", "1")
 
+    def finish(self) -> None:
+        """Says that the rank has come to the end of the epoch; goes on listening."""
+        self._presence.note(FINISHED)
+        self._write_last()
+
     def stop(self) -> None:
-        """Says that the rank has left, as far as that is still possible."""
+        """Says that the rank has left, if it has not finished, as far as that is still possible."""
         self._stopped.set()
         self._thread.join(self._seconds + 1.0)
-        self._presence.note(LEFT)
-        with contextlib.suppress(Exception):
-            self._write()
+        if self._presence.phase != FINISHED:
+            self._presence.note(LEFT)
+            self._write_last()
+
+    def _write_last(self) -> None:
+        if not self._is_lost:
+            with self._until_lost():
+                self._write()
+
+    @contextlib.contextmanager
+    def _until_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            self._is_lost = True
 
 
 class Peers:
@@ -132,7 +153,7 @@ class Peers:
         return [rank for rank in self._ranks if self._store.check([f"presence/{rank}"])]
 
     def left(self) -> list[int]:
-        """Peers that were seen to have left."""
+        """Peers that were seen to have left before the end."""
         return [rank for rank, presence in self.seen.items() if presence.phase == LEFT]
 
     def have_heard(self) -> bool:
@@ -144,7 +165,8 @@ class Peers:
     def stale(self, seconds: float) -> list[int]:
         """Peers whose presence was the same for so long, as seen from here, though they have not left."""
         now = time.monotonic()
-        return [rank for rank, since in self._fresh.items() if now - since >= seconds and self.seen[rank].phase != LEFT]
+        silent = [rank for rank, since in self._fresh.items() if now - since >= seconds]
+        return [rank for rank in silent if self.seen[rank].phase not in (LEFT, FINISHED)]
 
     def behind(self, exchanges: int) -> list[int]:
         """Peers that have not reached as many exchanges."""

@@ -48,5 +48,5 @@ def store_address(store: Any, rank: int, world_size: int) -> StoreAddress | None
         )
     has_store = dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not has_store and (host, int(port)) not in _hosted:
-        _hosted[host, int(port)] = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+        _hosted[host, int(port)] = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False, multi_tenant=True)
     return StoreAddress(prefix, host=host, port=int(port))

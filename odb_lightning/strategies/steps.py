@@ -52,8 +52,6 @@ class ODBStrategyMixin(Strategy):
         self._borrowed = BorrowedBuffers()
         self._step_in_progress: StepInfo | None = None
         self._users_sigterm: Any = signal.SIG_DFL
-        self._limit_train_batches: int | None = None
-        """The trainer's, taken over for the time of a fit."""
 
     # --- loaders ---
 
@@ -62,6 +60,7 @@ class ODBStrategyMixin(Strategy):
         loader = super().process_dataloader(dataloader)
         trainer = self._trainer
         is_training = trainer.training
+        self._take_sigterm()
         if isinstance(loader, ODBDataLoader):
             limit = self._limit_on_batches()
             loader.attach(
@@ -79,16 +78,15 @@ class ODBStrategyMixin(Strategy):
                 f"is a {type(dataloader).__name__}: use ODBDataLoader.from_dataloader(loader, l_max=...), or ODBDataModule, or "
                 'loss_scaling="none"'
             )
-        return unwrapping(loader, self._epoch_in_training if is_training else lambda: 0)
+        if not is_training:
+            return unwrapping(loader, lambda: 0)
+        marks_last = isinstance(loader, ODBDataLoader) and isinstance(trainer.limit_train_batches, int)
+        return unwrapping(loader, self._epoch_in_training, marks_last)
 
     def _limit_on_batches(self) -> int | float | None:
         trainer = self._trainer
         if trainer.training:
-            # Lightning takes an integer limit for the number of batches, and where an epoch has fewer, it neither validates at
-            # its end nor steps its last window (PL#10290). The loader keeps to the limit, so Lightning need not know of it.
-            if isinstance(trainer.limit_train_batches, int):
-                self._limit_train_batches, trainer.limit_train_batches = trainer.limit_train_batches, 1.0
-            return self._limit_train_batches
+            return trainer.limit_train_batches
         if trainer.testing:
             return trainer.limit_test_batches
         return trainer.limit_predict_batches if trainer.predicting else trainer.limit_val_batches
@@ -124,10 +122,20 @@ class ODBStrategyMixin(Strategy):
             loaders = _as_list(trainer.train_dataloader)
             if len(loaders) == 1 and isinstance(loaders[0], UnwrappingLoader) and loaders[0].infos:
                 self.step_info = loaders[0].infos.popleft()
+                if self.step_info is not None and self.step_info is loaders[0].last:
+                    self._end_epoch()
         else:
             loader = _as_list(self._evaluation_loaders())[dataloader_idx]
             self.val_step_info = loader.infos.popleft() if isinstance(loader, UnwrappingLoader) and loader.infos else None
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _end_epoch(self) -> None:
+        """Tells the trainer of the last batch of an epoch that ends before its integer limit. It takes the limit for the number
+        of batches, and would neither validate nor step the last window (PL#10290)."""
+        trainer = self._trainer
+        trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+        if trainer.val_check_interval == 1.0:
+            trainer.val_check_batch = float("inf")  # with the last batch, whichever that is
 
     def _evaluation_loaders(self) -> Any:
         trainer = self._trainer
@@ -267,8 +275,6 @@ class ODBStrategyMixin(Strategy):
 
     def teardown(self) -> None:
         self._close_loaders()
-        if self._limit_train_batches is not None:
-            self._trainer.limit_train_batches, self._limit_train_batches = self._limit_train_batches, None
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -297,14 +303,13 @@ class ODBStrategyMixin(Strategy):
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
-        """Passes it on to the ranks started by this one, and to the user's own handler; without one, ends the run."""
+        """Passes it on to the ranks started by this one, and to the user's own handler, and ends the run."""
         if self.launcher is not None and hasattr(self.launcher, "kill"):
             self.launcher.kill(number)
         if callable(self._users_sigterm):
             self._users_sigterm(number, frame)
-        else:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
-            raise SIGTERMException(128 + number)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
+        raise SIGTERMException(128 + number)
 
     @property
     def _trainer(self) -> Any:

@@ -14,13 +14,16 @@ class UnwrappingLoader:
     """Takes `ODBBatch`es apart before any hook sees them. Batches that are none go through as they are.
 
     An idle step yields the stand-in. Infos are taken from `infos` in the order in which batches were yielded: trainers fetch
-    ahead, but never reorder.
+    ahead, but never reorder. With `marks_last` the last batch of an epoch is known as such, at the price of one held back.
     """
 
-    def __init__(self, loader: Any, epoch: Callable[[], int]) -> None:
+    def __init__(self, loader: Any, epoch: Callable[[], int], marks_last: bool = False) -> None:
         self.loader = loader
         self.infos: deque[StepInfo | None] = deque()
+        self.last: StepInfo | None = None
+        """That of the last batch of the epoch, once it was yielded."""
         self._epoch = epoch
+        self._marks_last = marks_last
 
     def __iter__(self) -> Iterator[Any]:
         self.infos.clear()
@@ -30,7 +33,15 @@ class UnwrappingLoader:
         return self._batches(iter(self.loader))
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
+        self.last = None
+        following = next(batches, None) if self._marks_last else None
+        while True:
+            batch = following if self._marks_last else next(batches, None)
+            if batch is None:
+                return
+            if self._marks_last:
+                following = next(batches, None)
+                self.last = batch.step if following is None and isinstance(batch, ODBBatch) else None
             if isinstance(batch, ODBBatch):
                 self.infos.append(batch.step)
                 yield batch.stand_in if batch.step.is_idle else batch.data
@@ -51,10 +62,10 @@ class SizedUnwrappingLoader(UnwrappingLoader):
         return len(self.loader)
 
 
-def unwrapping(loader: Any, epoch: Callable[[], int]) -> UnwrappingLoader:
+def unwrapping(loader: Any, epoch: Callable[[], int], marks_last: bool = False) -> UnwrappingLoader:
     """The proxy for a loader; sized if the loader is."""
     try:
         len(loader)
     except (TypeError, NotImplementedError):
-        return UnwrappingLoader(loader, epoch)
+        return UnwrappingLoader(loader, epoch, marks_last)
     return SizedUnwrappingLoader(loader, epoch)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from odb_lightning import Timeouts
 from odb_lightning.runtime.errors import Failure, PeerFailure
-from odb_lightning.runtime.exchange import GlooExchange, publish_from_outside
+from odb_lightning.runtime.exchange import GlooExchange, connect_from_outside, publish_from_outside
 from odb_lightning.runtime.presence import LEFT, Presence
 from odb_lightning.runtime.settings import StoreAddress
 
@@ -123,6 +123,8 @@ def test_a_peer_that_left_is_told_from_one_that_died(pair: Pair) -> None:
 def test_the_first_failure_published_is_what_all_are_told(pair: Pair) -> None:
     ours, theirs = pair.met()
     result = pair.waiting(ours)
+    for rank in range(2):
+        connect_from_outside(pair.address, rank, 5.0)
     assert publish_from_outside(pair.address, 1, 2, Failure("its training loop", "ValueError: first", "line 3")) is None
     assert publish_from_outside(pair.address, 0, 2, Failure("its training loop", "an effect")) == (
         "rank 1 failed in its training loop: ValueError: first\n\nOriginal traceback on rank 1:\nline 3"

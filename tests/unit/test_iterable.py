@@ -210,7 +210,7 @@ class TestHuggingFace:
     @pytest.mark.parametrize("num_workers", [0, 1, 3])
     def test_each_sample_once_over_workers(self, num_workers: int) -> None:
         with stream_loader(self.dataset(), num_workers=num_workers) as loader:
-            for _ in range(2):
+            for _ in range(6):
                 assert sorted(epoch_ids(loader)) == list(range(40))
 
     @pytest.mark.parametrize("num_shards", [1, 2, 4])

@@ -200,6 +200,8 @@ class TestDeathOfAProcess:
         (collator,) = {batch.data["collate_pid"] for batch in loader}
         os.kill(collator, signal.SIGKILL)
         assert all_end([collator])
+        assert loader._process is not None
+        loader._process._process.join(5)  # a process can be seen to have ended before it can be waited for
         with (
             pytest.warns(UserWarning, match="processes have ended since the last epoch; they are started again") as caught,
             loader,
