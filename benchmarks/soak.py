@@ -80,6 +80,9 @@ class Tally:
     processes_left: int = 0
     files_left: int = 0
     descriptors_left: int = 0
+    slowest: str = ""
+    """The trial that took longest, and its disturbance."""
+    slowest_seconds: float = 0.0
     memory_growth_mb: float = 0.0
     """Of this process, from the tenth trial on."""
 
@@ -135,8 +138,6 @@ def draw_trial(seed: int) -> Trial:
     if kind != "map" and disturbance in ("raise in __getitem__", "kill worker"):
         kind, shards = "map", None
         options.pop("sharding")
-    if not joins and disturbance is not None and disturbance not in HARMLESS:
-        disturbance = None
     return Trial(seed, lengths, shards, options, kind, rng.choice([1, 2, 3]), world_size, disturbance, victim, at)
 
 
@@ -246,9 +247,9 @@ def run_rank(trial: Trial, rank: int, target: Path) -> dict[str, Any]:
     return result
 
 
-def endure(trial: Trial, epochs: int, target: Path) -> None:
+def endure(trial: Trial, rank: int, epochs: int, target: Path) -> None:
     """One loader for many epochs, in turns with leaving it; memory, descriptors and processes as they were at first."""
-    loader = make_loader(trial, 0)
+    loader = make_loader(trial, rank)
     figures = []
     with loader:
         for epoch in range(epochs):
@@ -416,15 +417,19 @@ def main() -> int:
     numbers = [arguments.only] if arguments.only is not None else range(arguments.seed, sys.maxsize)
     memory_at_first = descriptors = 0.0
     for number in numbers:
+        trial_began = time.monotonic()
         with TemporaryDirectory() as name:
             folder = Path(name)
             if number % 25 == 24:
                 trial = draw_trial(number)
                 options = trial.options | {"num_workers": number % 3, "mode": "join", "buffer_size": 64}
                 options.pop("quota", None)
-                trial = Trial(number, [5 + n % 60 for n in range(200)], None, options, trial.kind)
-                codes = run_processes(folder, [(endure, (trial, 40, folder / "figures"))], tally)
-                check_endurance(number, codes, folder / "figures", tally)
+                trial = Trial(number, [5 + n % 60 for n in range(200)], None, options, trial.kind, world_size=1 + number % 2)
+                ranks = range(trial.world_size)
+                jobs = [(endure, (trial, rank, 40, folder / f"figures{rank}")) for rank in ranks]
+                codes = run_processes(folder, jobs, tally)
+                for rank in ranks:
+                    check_endurance(number, codes[rank], folder / f"figures{rank}", tally)
             else:
                 trial = draw_trial(number)
                 jobs = [(run_rank, (trial, rank, folder / f"rank{rank}")) for rank in range(trial.world_size)]
@@ -435,6 +440,9 @@ def main() -> int:
                 print(trial)
                 for log in sorted(folder.glob("log*")):
                     print(f"--- {log.name}\n{log.read_text()}")
+        seconds = round(time.monotonic() - trial_began, 1)
+        if seconds > tally.slowest_seconds:
+            tally.slowest_seconds, tally.slowest = seconds, f"{trial.seed} (number {number}): {trial.disturbance}"
         tally.trials += 1
         if tally.trials == 10:
             memory_at_first, descriptors = memory_now_mb(), len(os.listdir("/proc/self/fd"))
@@ -446,9 +454,9 @@ def main() -> int:
     return report(tally, time.monotonic() - began, arguments.json)
 
 
-def check_endurance(number: int, codes: list[int | None], file: Path, tally: Tally) -> None:
-    if codes != [0] or not file.exists():
-        tally.wrong.append(f"trial {number} (endurance): ended with {codes}")
+def check_endurance(number: int, code: int | None, file: Path, tally: Tally) -> None:
+    if code != 0 or not file.exists():
+        tally.wrong.append(f"trial {number} (endurance): ended with {code}")
         return
     figures = json.loads(file.read_text())
     tally.epochs += len(figures)
