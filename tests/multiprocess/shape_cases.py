@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 import socket
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,8 +23,8 @@ from odb_lightning import ODBDataLoader, ODBDataModule, ODBDDPStrategy, Timeouts
 from tests.helpers import running_members
 from tests.loader_data import IGNORED, Lengths, collate
 from tests.loader_processes import all_end, runs
+from tests.multiprocess.loader_cases import CASE_SECONDS, guarded
 
-CASE_SECONDS = 40
 WAIT_SECONDS = 20
 """On every wait of a collective or of a loader: far above what a case takes, below the limit on it."""
 
@@ -450,7 +447,7 @@ def run_cases(names: list[str]) -> dict[str, Any]:
             world_size=2,
             timeout=timedelta(seconds=WAIT_SECONDS),
         )
-        results[name] = _guarded(name)
+        results[name] = guarded(CASES[name])
         _meet(store, f"after {name}")
         dist.destroy_process_group()
     _meet(store, "end")
@@ -473,22 +470,3 @@ def _meet(store: dist.TCPStore, place: str) -> None:
         store.wait([f"{place}/gone"])
     else:
         store.set(f"{place}/gone", "")
-
-
-def _guarded(name: str) -> dict[str, Any]:
-    def too_late(*_: object) -> None:
-        raise TimeoutError(f"not done after {CASE_SECONDS} s")
-
-    signal.signal(signal.SIGALRM, too_late)
-    signal.alarm(CASE_SECONDS)
-    begin = time.monotonic()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            result = CASES[name]()
-    except Exception:
-        result = {"exception": traceback.format_exc()}
-    finally:
-        signal.alarm(0)
-    print(f"{name}: {time.monotonic() - begin:.2f} s", flush=True)
-    return result
