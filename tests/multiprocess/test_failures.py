@@ -202,6 +202,12 @@ class TestSignals:
         assert f"Process {HELPER_PROCESS_NAME}" not in outputs(results), "it leaves Ctrl-C to its rank"
         check_in_the_middle(results)
 
+    def test_ctrl_c_of_one_rank_alone(self, tmp_path: Path) -> None:
+        """C22"""
+        results = launch("fit", tmp_path, on_started=in_the_middle(tmp_path, lambda pids: os.kill(pids[1], signal.SIGINT)))
+        check_told(results, "KeyboardInterrupt")
+        check_in_the_middle(results)
+
     @pytest.mark.parametrize("to", [[1], [0], [0, 1]], ids=str)
     def test_sigterm(self, tmp_path: Path, to: list[int]) -> None:
         def terminate(pids: list[int]) -> None:
