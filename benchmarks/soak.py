@@ -348,8 +348,8 @@ def check_trial(trial: Trial, codes: list[int | None], results: list[dict[str, A
             if happened and not left and not result["error"] and not finished_before(trial, results, rank):
                 complain(f"rank {rank} ended as if nothing had happened")
             told = result is None or not result["error"] or "injected" in result["error"]
-            # Rank 0 takes the store along, in which it could leave a word.
-            told = told or (trial.victim == 0 and "the store of the job" in result["error"])
+            # Rank 0, whether it failed first or heard of it first, takes the store along, in which the cause is to be read.
+            told = told or "the store of the job" in result["error"]
             if "raise" in trial.disturbance and not told:
                 complain(f"rank {rank} does not tell the cause: {result['error'][:600]}")
         if happened:

@@ -63,6 +63,7 @@ class Iteration(Iterator[ODBBatch]):
                 raise error
 
     def _finish(self, loader: ODBDataLoader) -> None:
+        loader._finished_at = None if loader._meeting is None else loader._meeting.address
         loader._has_begun, loader._unfinished_epoch, loader._meeting = True, None, None
         self._loader, loader._iteration = None, None
         if not loader._keeps_process:

@@ -185,6 +185,8 @@ class ODBDataLoader:
         self._keeps_process = persistent_workers
         self._epoch = 0
         self._has_begun = False
+        self._finished_at: StoreAddress | None = None
+        """Where the ranks met for the epoch before, if it came to its end here."""
         self._meeting: _Meeting | None = None
         """Of the iteration under way, or left before its end."""
         self._process: CollateProcess | None = None
@@ -283,6 +285,7 @@ class ODBDataLoader:
         self._pass_stats, self._unfinished_epoch = LoaderStats(), self._epoch
         known = self._attached or _Attachment(*data_parallel_position(self.rank, self.world_size), self.accumulate or 1, None)
         rank, world_size = known.rank, known.world_size
+        before, self._finished_at = self._finished_at, None
         self._meeting = _Meeting(store_address(self._store, rank, world_size), rank, world_size)
         self._connect(self._meeting)
         if self._is_iterable:
@@ -294,6 +297,7 @@ class ODBDataLoader:
             accumulate=known.accumulate,
             max_steps=known.max_steps,
             store=self._meeting.address,
+            before=before,
             data_knobs=self._data_knobs(),
         )
         if self._process is not None and self._process.is_inherited:

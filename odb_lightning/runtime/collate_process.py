@@ -105,7 +105,7 @@ class _CollateProcess:
         try:
             if request.store is not None:
                 size, timeouts = self._settings.world_size, self._settings.timeouts
-                exchange = GlooExchange(request.store, rank, size, timeouts, presence, before)
+                exchange = GlooExchange(request.store, rank, size, timeouts, presence, request.before)
             self._last_exchange = exchange
             if self._fetcher is None:
                 self._fetcher = Fetcher(self._settings)

@@ -27,6 +27,7 @@ _FORMING_BEATS = 10
 _SHORTEST_PAUSE_SECONDS = 50e-6
 _LONGEST_PAUSE_SECONDS = 5e-3
 _FINISH_SECONDS = 10.0
+_RECONNECT_SECONDS = 2.0
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 5.0
 _NO_LIMIT = timedelta(days=365)
@@ -128,23 +129,25 @@ class GlooExchange:
         world_size: int,
         timeouts: Timeouts,
         presence: Presence,
-        before: Exchange | None = None,
+        before: StoreAddress | None = None,
     ) -> None:
-        """`before`: that of the last epoch, whose last batches a peer's training process may still fail with."""
+        """`before`: where the ranks met for the last epoch, in whose last batches a peer's training may still fail."""
         self.rank = rank
         self.world_size = world_size
         self.seconds = 0.0
         self.presence = presence
         self._timeouts = timeouts
         self._beat_seconds = min(_BEAT_SECONDS, timeouts.exchange / 4, timeouts.peer / 4)
-        self._store = open_store(address, timeouts.setup, f"exchange {rank}")
-        self._connect_watch = partial(open_store, address, timeouts.setup, f"watch {rank}")
-        self._peers = Peers(self._store, rank, world_size)
-        # Not in the thread: workers may be forked meanwhile, and would inherit a lock on the look-up of names.
-        beacons_store = open_store(address, timeouts.setup, f"beacon {rank}")
-        listen = partial(_read_failure, rank=rank)
-        self._beacon: Any = Beacon(beacons_store, rank, presence, self._beat_seconds, listen)
-        self._before = before
+        self._before: Any = None
+        with self._store_lost_is_a_peers_failure():
+            self._store = open_store(address, timeouts.setup, f"exchange {rank}")
+            self._connect_watch = partial(open_store, address, timeouts.setup, f"watch {rank}")
+            self._peers = Peers(self._store, rank, world_size)
+            # Not in the thread: workers may be forked meanwhile, and would inherit a lock on the look-up of names.
+            beacons_store = open_store(address, timeouts.setup, f"beacon {rank}")
+            listen = partial(_read_failure, rank=rank)
+            self._beacon: Any = Beacon(beacons_store, rank, presence, self._beat_seconds, listen)
+            self._before = None if before is None else open_store(before, timeouts.setup, f"exchange {rank}")
         self._group: Any = None
         self._work: Any = None
         """The operation under way."""
@@ -177,9 +180,8 @@ class GlooExchange:
         deadline = time.monotonic() + limit
         while not self._store.check(list(keys.values())):
             self._raise_published_failure()
-            before = None if self._before is None else self._before.heard()
-            if before is not None:
-                raise PeerFailure(before)
+            if self._before is not None:
+                self._raise_published_failure(self._before)
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
                 here = [rank for rank in self._peers.present() if rank in missing]
@@ -404,7 +406,8 @@ def open_store(address: StoreAddress, seconds: float, purpose: str) -> Any:
         with contextlib.suppress(RuntimeError):
             _connections[key].check(["is it there?"])
             return dist.PrefixStore(address.prefix, _connections[key])
-        # The job has made its store anew at the same place.
+        # The job has made its store anew at the same place, or there is none any more.
+        seconds = min(seconds, _RECONNECT_SECONDS)
     host, port, limit = address.host or "", address.port or 0, timedelta(seconds=seconds)
     _connections[key] = (
         dist.FileStore(address.path)

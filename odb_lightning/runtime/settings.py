@@ -104,6 +104,8 @@ class EpochRequest:
     max_steps: int | None
     store: StoreAddress | None
     """None for a single rank."""
+    before: StoreAddress | None
+    """The meeting point of the epoch before."""
     data_knobs: dict[str, Any]
     """What has to be the same on all ranks, beside the loader's options."""
 
