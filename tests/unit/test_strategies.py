@@ -79,7 +79,7 @@ def test_a_loader_without_counts_is_refused_with_the_mend(tmp_path: Path) -> Non
 
 
 def test_several_training_loaders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="give the trainer one ODBDataLoader"):
+    with pytest.raises(ValueError, match="trains on one ODBDataLoader, but there are 2"):
         make_trainer(tmp_path).fit(Model(), [make_loader(), make_loader()])
 
 
