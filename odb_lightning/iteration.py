@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from odb_lightning.batch import IDLE_DATA, ODBBatch
 from odb_lightning.runtime.client import CollateProcess
-from odb_lightning.runtime.errors import ODBLoaderError
+from odb_lightning.runtime.errors import Failure, ODBLoaderError
 
 if TYPE_CHECKING:
     from odb_lightning.loader import ODBDataLoader
@@ -78,9 +78,10 @@ class Iteration(Iterator[ODBBatch]):
         earlier = None
         if isinstance(reason, ODBLoaderError):
             if not reason.is_known_to_peers:
-                loader._tell_peers("its loader", str(reason))
+                loader._tell_peers(Failure("its loader", str(reason)))
         elif reason is not None:
-            earlier = loader._tell_peers("its training loop" if self._process else "beginning an epoch", reason)
+            where = "its training loop" if self._process else "beginning an epoch"
+            earlier = loader._tell_peers(Failure.of(reason, where))
         if self._process is not None:
             loader._end_process()
         return earlier

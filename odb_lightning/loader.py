@@ -27,7 +27,7 @@ from odb_lightning.loader_options import (
 from odb_lightning.runtime.client import CollateProcess
 from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised, check_rule
 from odb_lightning.runtime.errors import Failure, ODBLoaderError
-from odb_lightning.runtime.exchange import connect_from_outside, publish_from_outside
+from odb_lightning.runtime.meeting import Meeting
 from odb_lightning.runtime.rendezvous import data_parallel_position, store_address
 from odb_lightning.runtime.seeding import derive_seed, preserved_random_state, seed_everything_local
 from odb_lightning.runtime.settings import EpochRequest, LoaderSettings, LoaderStats, StoreAddress, Timeouts
@@ -187,7 +187,7 @@ class ODBDataLoader:
         self._has_begun = False
         self._finished_at: StoreAddress | None = None
         """Where the ranks met for the epoch before, if it came to its end here."""
-        self._meeting: _Meeting | None = None
+        self._meeting: Meeting | None = None
         """Of the iteration under way, or left before its end."""
         self._process: CollateProcess | None = None
         # Weakly: a pass ends, and its processes with it, when a broken-off `for` loop drops it.
@@ -271,7 +271,7 @@ class ODBDataLoader:
         if iteration is not None:
             return iteration.close(reason)
         # An error in the body of a `for` loop drops the iteration first, before anyone can be told of it.
-        return None if reason is None else self._tell_peers("its training loop", reason)
+        return None if reason is None else self._tell_peers(Failure.of(reason, "its training loop"))
 
     def _end_process(self) -> None:
         if self._process is not None:
@@ -286,8 +286,8 @@ class ODBDataLoader:
         known = self._attached or _Attachment(*data_parallel_position(self.rank, self.world_size), self.accumulate or 1, None)
         rank, world_size = known.rank, known.world_size
         before, self._finished_at = self._finished_at, None
-        self._meeting = _Meeting(store_address(self._store, rank, world_size), rank, world_size)
-        self._connect(self._meeting)
+        self._meeting = Meeting(store_address(self._store, rank, world_size), rank, world_size)
+        self._meeting.connect(self._options["timeouts"].setup)
         if self._is_iterable:
             check_sharding(self.dataset, self._options["sharding"], self._options["num_workers"], world_size)
         request = EpochRequest(
@@ -317,32 +317,13 @@ class ODBDataLoader:
             raise
         return self._process
 
-    def _connect(self, meeting: _Meeting) -> None:
-        """While all is well: to tell the peers of an error there may be no time to connect first."""
-        address, limit = meeting.address, self._options["timeouts"].setup
-        if address is None:
-            return
-        try:
-            connect_from_outside(address, meeting.rank, limit)
-        except RuntimeError as error:
-            where = f"{address.host}:{address.port}" if address.path is None else address.path
-            raise ODBLoaderError(
-                f"rank {meeting.rank} found no store at {where} within Timeouts(setup={limit:.0f}) seconds, where ranks are "
-                f"to meet; rank 0 or the launcher of the job holds it: {error}"
-            ) from error
-
-    def _tell_peers(self, where: str, error: BaseException | str) -> str | None:
-        """How the iteration under way ended here, so that they can say so. Gives what a peer told before."""
+    def _tell_peers(self, failure: Failure) -> str | None:
+        """How the iteration under way ended here. Gives what had ended it on a peer before."""
         meeting, self._meeting = self._meeting, None
-        if meeting is None or meeting.address is None:
-            return None
         try:
-            failure = Failure(where, error) if isinstance(error, str) else Failure.of(error, where)
-            return publish_from_outside(meeting.address, meeting.rank, meeting.world_size, failure)
-        except Exception:  # the store went with the rank that held it, and what there is to tell must not be hidden by that
-            if isinstance(error, str) or self._process is None:
-                return None
-            return self._process.failure_within(_LAST_WORDS_SECONDS)
+            return None if meeting is None else meeting.tell(failure)
+        except RuntimeError:  # the store went with the rank that held it; the collate process may have heard in time
+            return None if self._process is None else self._process.failure_within(_LAST_WORDS_SECONDS)
 
     def _data_knobs(self) -> dict[str, Any]:
         """What decides which samples a rank sees: if it differs between ranks, some are lost and some repeated."""
@@ -366,14 +347,6 @@ class ODBDataLoader:
         with preserved_random_state():
             seed_everything_local(derive_seed(self.seed, self._epoch, "sampler"))
             return list(self._sampler)[rank::world_size]
-
-
-class _Meeting(NamedTuple):
-    """Where the ranks of an iteration meet, and which one this is."""
-
-    address: StoreAddress | None
-    rank: int
-    world_size: int
 
 
 class _Attachment(NamedTuple):

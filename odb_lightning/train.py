@@ -37,7 +37,6 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     Raises `ConfigError` before anything is started if a value cannot be used. Whatever else ends the run early is written
     into the summary and raised again.
     """
-    _end_with_the_run()
     report = RunReport(Path(cfg.paths.output_dir).absolute(), _labels(cfg))
     try:
         validate_config(cfg)
@@ -237,6 +236,7 @@ def _release() -> None:
 @hydra.main(version_base="1.3", config_path="pkg://odb_lightning.conf", config_name="train")
 def main(cfg: DictConfig) -> Any:
     """The command: returns the optimised metric, which sweepers read."""
+    _end_with_the_run()
     return train(cfg).get(cfg.optimized_metric) if cfg.optimized_metric else train(cfg)
 
 

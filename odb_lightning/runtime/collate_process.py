@@ -15,8 +15,9 @@ import torch
 from odb_lightning.runtime.counting import TargetCounter
 from odb_lightning.runtime.epoch import EpochRun
 from odb_lightning.runtime.errors import Failure, PeerFailure, RaisedFailure
-from odb_lightning.runtime.exchange import Exchange, GlooExchange, SoloExchange, has_abandoned_group
+from odb_lightning.runtime.exchange import Exchange, SoloExchange
 from odb_lightning.runtime.fetch import Fetcher
+from odb_lightning.runtime.gloo import GlooExchange, has_abandoned_group
 from odb_lightning.runtime.guard import can_look_up_names, end_with_parent, exit_put_off, own_signals
 from odb_lightning.runtime.presence import Presence
 from odb_lightning.runtime.ring import BatchSender, SharedMemory
@@ -98,7 +99,7 @@ class _CollateProcess:
     def serve(self, request: EpochRequest) -> None:
         """Runs one epoch, and reports how it failed, if it did."""
         rank = self._settings.rank
-        before = self._last_exchange
+        self._last_exchange.close()
         presence = Presence(request.epoch, self._count_progress)
         exchange: Exchange = SoloExchange(presence)
         told: str | None = None
@@ -113,7 +114,6 @@ class _CollateProcess:
             # The workers exist by now: forked later, they would keep the group's sockets open after this process died.
             if isinstance(exchange, GlooExchange):
                 exchange.meet()
-                before.close()
                 self._check_knobs(exchange, request)
             run.run(exchange)
         except RaisedFailure as error:
@@ -133,7 +133,6 @@ class _CollateProcess:
             told = failure.describe(rank)
         finally:
             with exit_put_off():
-                before.close()
                 exchange.leave()
         if told is not None:
             # Not before: the training process ends this one as soon as it knows, and the peers have to hear of it first.

@@ -103,14 +103,15 @@ class Beacon:
 
     def finish(self) -> None:
         """Says that the rank has come to the end of the epoch; goes on listening."""
-        self._presence.note(FINISHED)
-        self._write_last()
+        if self._presence.phase != FINISHED:
+            self._presence.note(FINISHED)
+            self._write_last()
 
     def stop(self) -> None:
-        """Says that the rank has left, if it has not finished, as far as that is still possible."""
+        """Says that the rank has left, if it has not finished, as far as that is still possible. Once is enough."""
         self._stopped.set()
         self._thread.join(self._seconds + 1.0)
-        if self._presence.phase != FINISHED:
+        if self._presence.phase not in (FINISHED, LEFT):
             self._presence.note(LEFT)
             self._write_last()
 
@@ -171,6 +172,11 @@ class Peers:
     def behind(self, exchanges: int) -> list[int]:
         """Peers that have not reached as many exchanges."""
         return [rank for rank, presence in self.seen.items() if presence.exchanges < exchanges]
+
+    def describe_left(self, ranks: Sequence[int]) -> str:
+        """What there is to say of these peers, who left without a word."""
+        how = "by a break or by an error that the loader was not told of"
+        return f"{self.describe(ranks)} left the iteration before its end, {how}"
 
     def describe(self, ranks: Sequence[int]) -> str:
         """These peers, and what they did when last seen."""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -21,12 +17,13 @@ from odb_lightning.batch import LossScaling, StepInfo
 from odb_lightning.loader import ODBDataLoader
 from odb_lightning.runtime.errors import ODBLoaderError
 from odb_lightning.strategies.idle import BorrowedBuffers, without_a_trace, zeroed_gradients
+from odb_lightning.strategies.sigterm import EndsOnSigterm
 from odb_lightning.strategies.unwrapping import UnwrappingLoader, unwrapping
 
 _LOSS_SCALINGS = ("token", "sample", "none")
 
 
-class ODBStrategyMixin(Strategy):
+class ODBStrategyMixin(EndsOnSigterm):
     """Mix in before a Lightning strategy: `class MyDDP(ODBStrategyMixin, DDPStrategy)`.
 
     * The user's hooks and steps see exactly what `collate_fn` returned.
@@ -36,6 +33,7 @@ class ODBStrategyMixin(Strategy):
     * In an idle step the module runs on a stand-in, so that every collective happens on every rank; gradients are zero, and
       random state, buffers, metrics and logs are put back. `step_info.is_idle` tells hooks.
     * A batch without targets contributes zero; a window without any target on any rank does not step the optimizer.
+    * What ends one rank ends all of them, with the first cause; SIGTERM to any does.
     """
 
     def __init__(self, *args: Any, loss_scaling: LossScaling = "token", **kwargs: Any) -> None:
@@ -51,7 +49,6 @@ class ODBStrategyMixin(Strategy):
         self._odb_loaders: weakref.WeakSet[ODBDataLoader] = weakref.WeakSet()
         self._borrowed = BorrowedBuffers()
         self._step_in_progress: StepInfo | None = None
-        self._users_sigterm: Any = signal.SIG_DFL
 
     # --- loaders ---
 
@@ -60,7 +57,6 @@ class ODBStrategyMixin(Strategy):
         loader = super().process_dataloader(dataloader)
         trainer = self._trainer
         is_training = trainer.training
-        self._take_sigterm()
         if isinstance(loader, ODBDataLoader):
             limit = self._limit_on_batches()
             loader.attach(
@@ -150,25 +146,12 @@ class ODBStrategyMixin(Strategy):
     def on_train_start(self) -> None:
         """Raises ValueError for several training loaders: what is known of a step is known of one batch."""
         super().on_train_start()
-        self._take_sigterm()
         loaders = _as_list(self._trainer.train_dataloader)
         if len(loaders) != 1 and any(isinstance(getattr(proxy, "loader", None), ODBDataLoader) for proxy in loaders):
             raise ValueError(
                 f"{type(self).__name__} trains on one ODBDataLoader, but there are {len(loaders)} training loaders: join their "
                 "data sets (torch.utils.data.ConcatDataset) in one"
             )
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._take_sigterm()
-
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._take_sigterm()
-
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._take_sigterm()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         info = self.step_info
@@ -288,28 +271,6 @@ class ODBStrategyMixin(Strategy):
         self._borrowed.give_back()
         causes = {loader.close(reason) for loader in list(self._odb_loaders)}
         return {cause for cause in causes if cause is not None}
-
-    # --- SIGTERM ---
-
-    def connect(self, model: Any) -> None:
-        super().connect(model)
-        self._users_sigterm = signal.getsignal(signal.SIGTERM)
-
-    def _take_sigterm(self) -> None:
-        """Instead of Lightning's handler, which begins a collective wherever this rank is, while its peers know nothing of it.
-        Lightning puts the user's own back at the end. Under SLURM's requeueing Lightning's has another meaning, and stays."""
-        environment = getattr(self, "cluster_environment", None)
-        if not getattr(environment, "auto_requeue", False) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigterm(self, number: int, frame: Any) -> None:
-        """Passes it on to the ranks started by this one, and to the user's own handler, and ends the run."""
-        if self.launcher is not None and hasattr(self.launcher, "kill"):
-            self.launcher.kill(number)
-        if callable(self._users_sigterm):
-            self._users_sigterm(number, frame)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
-        raise SIGTERMException(128 + number)
 
     @property
     def _trainer(self) -> Any:

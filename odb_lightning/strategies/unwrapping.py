@@ -34,20 +34,12 @@ class UnwrappingLoader:
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         self.last = None
-        following = next(batches, None) if self._marks_last else None
-        while True:
-            batch = following if self._marks_last else next(batches, None)
-            if batch is None:
-                return
-            if self._marks_last:
-                following = next(batches, None)
-                self.last = batch.step if following is None and isinstance(batch, ODBBatch) else None
-            if isinstance(batch, ODBBatch):
-                self.infos.append(batch.step)
-                yield batch.stand_in if batch.step.is_idle else batch.data
-            else:
-                self.infos.append(None)
-                yield batch
+        for batch, is_last in _knowing_the_last(batches) if self._marks_last else ((batch, False) for batch in batches):
+            info = batch.step if isinstance(batch, ODBBatch) else None
+            self.infos.append(info)
+            if is_last:
+                self.last = info
+            yield batch if info is None else batch.stand_in if info.is_idle else batch.data
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "loader":
@@ -69,3 +61,14 @@ def unwrapping(loader: Any, epoch: Callable[[], int], marks_last: bool = False) 
     except (TypeError, NotImplementedError):
         return UnwrappingLoader(loader, epoch, marks_last)
     return SizedUnwrappingLoader(loader, epoch)
+
+
+def _knowing_the_last(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it is the last."""
+    held: list[Any] = []
+    for batch in batches:
+        if held:
+            yield held.pop(), False
+        held.append(batch)
+    for batch in held:
+        yield batch, True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from odb_lightning import Timeouts
-from odb_lightning.runtime.errors import Failure, PeerFailure
-from odb_lightning.runtime.exchange import GlooExchange, connect_from_outside, publish_from_outside
+from odb_lightning.runtime.errors import Failure, ODBLoaderError, PeerFailure
+from odb_lightning.runtime.gloo import GlooExchange
+from odb_lightning.runtime.meeting import Meeting
 from odb_lightning.runtime.presence import LEFT, Presence
 from odb_lightning.runtime.settings import StoreAddress
 
@@ -123,10 +125,11 @@ def test_a_peer_that_left_is_told_from_one_that_died(pair: Pair) -> None:
 def test_the_first_failure_published_is_what_all_are_told(pair: Pair) -> None:
     ours, theirs = pair.met()
     result = pair.waiting(ours)
-    for rank in range(2):
-        connect_from_outside(pair.address, rank, 5.0)
-    assert publish_from_outside(pair.address, 1, 2, Failure("its training loop", "ValueError: first", "line 3")) is None
-    assert publish_from_outside(pair.address, 0, 2, Failure("its training loop", "an effect")) == (
+    trainers = [Meeting(pair.address, rank, 2) for rank in range(2)]
+    for trainer in trainers:
+        trainer.connect(5.0)
+    assert trainers[1].tell(Failure("its training loop", "ValueError: first", "line 3")) is None
+    assert trainers[0].tell(Failure("its training loop", "an effect")) == (
         "rank 1 failed in its training loop: ValueError: first\n\nOriginal traceback on rank 1:\nline 3"
     )
     theirs.close()
@@ -168,3 +171,42 @@ def test_a_presence_goes_through_the_store_whole() -> None:
     fields = ("epoch", "round", "phase", "exchanges", "progress", "beat")
     assert [getattr(there, name) for name in fields] == [3, 4, "collating", 5, 1, 6]
     assert there.describe(2) == "rank 2 (round 4 of epoch 3, collating)"
+
+
+def test_a_store_that_comes_late_is_waited_for_and_one_that_never_comes_is_named() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = StoreAddress("odb/0/0", host="127.0.0.1", port=port)
+    with pytest.raises(ODBLoaderError, match=rf"rank 1 found no store at 127.0.0.1:{port} within Timeouts\(setup=1\) seconds"):
+        Meeting(address, 1, 2).connect(1.0)
+    meeting = Meeting(address, 1, 2)
+    with ThreadPoolExecutor(1) as threads:
+        connected = threads.submit(meeting.connect, 20.0)
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        connected.result(25)
+    assert meeting.tell(Failure("its training loop", "ValueError: no")) is None
+    assert store.num_keys() > 0
+
+
+def test_with_the_store_gone_there_is_nobody_to_tell(pair: Pair) -> None:
+    meeting = Meeting(pair.address, 1, 2)
+    meeting.connect(5.0)
+    pair.store = None  # type: ignore[assignment]
+    with pytest.raises(RuntimeError):
+        meeting.tell(Failure("its training loop", "ValueError: no"))
+
+
+def test_a_store_made_anew_at_the_same_place_is_found(pair: Pair) -> None:
+    Meeting(pair.address, 1, 2).connect(5.0)
+    pair.store = None  # type: ignore[assignment]
+    pair.store = dist.TCPStore("127.0.0.1", pair.address.port, is_master=True, wait_for_workers=False)
+    meeting = Meeting(pair.address, 1, 2)
+    meeting.connect(5.0)
+    assert meeting.tell(Failure("its training loop", "ValueError: no")) is None
+
+
+def test_a_single_rank_has_nobody_to_tell() -> None:
+    meeting = Meeting(None, 0, 1)
+    meeting.connect(0.0)
+    assert meeting.tell(Failure("its training loop", "ValueError: no")) is None
