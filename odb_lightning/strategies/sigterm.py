@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
+import subprocess
 import threading
+import time
 from typing import Any
 
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+_END_SECONDS = 15.0
 
 
 class EndsOnSigterm(Strategy):
@@ -38,9 +43,24 @@ class EndsOnSigterm(Strategy):
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         """Passes it on to the ranks started by this one, and to the user's own handler."""
-        if self.launcher is not None and hasattr(self.launcher, "kill"):
-            self.launcher.kill(number)
+        ranks: list[subprocess.Popen[bytes]] = getattr(self.launcher, "procs", [])
+        for rank in ranks:
+            rank.send_signal(number)
+        atexit.register(_await_end, list(ranks))
+        # Lightning watches them, and would kill this process as soon as one has ended, before it has come to its own end.
+        ranks.clear()
         if callable(self._users_sigterm):
             self._users_sigterm(number, frame)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
         raise SIGTERMException(128 + number)
+
+
+def _await_end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Kills those that have not ended within a bound."""
+    deadline = time.monotonic() + _END_SECONDS
+    for rank in ranks:
+        try:
+            rank.wait(max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
