@@ -8,6 +8,7 @@ from importlib import resources
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from odb_lightning.run_stamp import only_on_rank_zero, rank_suffix, run_stamp
@@ -26,6 +27,13 @@ class ODBConfig:
     quota: int | None = None
     buffer_size: int = 1024
     max_rows: int | None = None
+    alignment: str = "matched"
+    budget: Any = "tokens"
+    """`tokens`, `quadratic`, or a node with a `_target_`: a function of a padded length. So is `cost`."""
+    cost: Any = None
+    patches_fn: Any = None
+    """A node with a `_target_`: a function of a sample (with `_partial_: true`)."""
+    max_patches: int | None = None
     oversize: str = "emit"
     empty: str = "drop"
     num_workers: int = 2
@@ -39,7 +47,11 @@ class ODBConfig:
 def loader_options(odb: DictConfig) -> dict[str, Any]:
     """The node `odb` as keyword arguments of `ODBDataModule`, those left at null out: the loader has its own defaults."""
     options = {field.name: odb[field.name] for field in fields(ODBConfig)}
-    return {name: value for name, value in options.items() if value is not None}
+    return {
+        name: instantiate(value) if isinstance(value, DictConfig) else value
+        for name, value in options.items()
+        if value is not None
+    }
 
 
 def register() -> None:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from odb_lightning.callbacks.figures import METRICS
+from odb_lightning.plan import ALIGNMENTS
 
 _MISSING = object()
 _START_METHODS = ("fork", "forkserver", "spawn")
@@ -33,6 +34,7 @@ def validate_config(cfg: DictConfig) -> None:
         ("odb.val_l_max", 1, True),
         ("odb.buffer_size", 1, False),
         ("odb.max_rows", 1, True),
+        ("odb.max_patches", 1, True),
         ("odb.quota", 1, True),
         ("odb.num_workers", 0, False),
         ("odb.prefetch_factor", 1, True),
@@ -59,6 +61,10 @@ def validate_config(cfg: DictConfig) -> None:
     ):
         _check_number(cfg, key, low, high)
     one_of("odb.mode", ("join", "non_join"))
+    one_of("odb.alignment", ALIGNMENTS)
+    for key in ("odb.budget", "odb.cost"):
+        if isinstance(_value(cfg, key), str):
+            one_of(key, ("tokens", "quadratic"))
     one_of("odb.oversize", ("emit", "drop", "error"))
     one_of("odb.empty", ("drop", "error"))
     one_of("odb.multiprocessing_context", (None, *_START_METHODS))

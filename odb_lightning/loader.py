@@ -20,10 +20,13 @@ from odb_lightning.loader_options import (
     check_can_be_sent,
     check_choice,
     check_kinds,
+    check_patches,
     length_of_input_ids,
     refuse_unknown,
     start_method_of,
 )
+from odb_lightning.plan.costs import RowCost, named_cost
+from odb_lightning.plan.rounds import ALIGNMENTS, Alignment
 from odb_lightning.runtime.client import CollateProcess
 from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised, check_rule
 from odb_lightning.runtime.errors import Failure, ODBLoaderError
@@ -58,6 +61,12 @@ class ODBDataLoader:
     * `sharding`: how an iterable data set is split among the workers of all ranks. "loader": every process reads all of it and
       keeps its part. "dataset": it splits itself (see `current_shard`). "auto": it need not be, or it is one of Hugging Face.
     * `buffer_size`: samples in the window in which groups are formed. `max_rows`: samples of a batch at most.
+    * `alignment`: how the groups of all ranks get into the same steps. "matched": groups of like cost, the fullest first;
+      "paper": the rule of arXiv 2606.19989.
+    * `budget`: what a row takes of `l_max`: its padded length ("tokens"), `length + length ** 2 / 24576` ("quadratic"), or a
+      function of the padded length (`odb_lightning.plan.QuadraticCost`, or your own), which must not fall with it. `cost`: what
+      it takes of a step's time, for the matching; by default the same.
+    * `patches_fn`: what a sample takes of a second budget (vision patches, say); `max_patches`: what a batch may take of it.
     * `oversize`: what becomes of a sample longer than l_max: "emit", "drop" or "error". `empty`: of one of length 0: "drop" or
       "error". Dropped ones are counted in `stats`.
     * `sampler`: gives this rank's own sample ids. By default a seeded permutation is dealt to the ranks without padding. With
@@ -88,7 +97,11 @@ class ODBDataLoader:
         max_rows: int | None = None,
         oversize: Literal["emit", "drop", "error"] = "emit",
         empty: Literal["drop", "error"] = "drop",
-        alignment: Literal["paper"] = "paper",
+        alignment: Alignment = "matched",
+        budget: Literal["tokens", "quadratic"] | RowCost = "tokens",
+        cost: Literal["tokens", "quadratic"] | RowCost | None = None,
+        patches_fn: Callable[[Any], int] | None = None,
+        max_patches: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         sampler: Iterable[Hashable] | None = None,
@@ -111,13 +124,20 @@ class ODBDataLoader:
         check_at_least_one(l_max=l_max, buffer_size=buffer_size)
         l_max, buffer_size = int(l_max), int(buffer_size)
         check_kinds(collate_fn=collate_fn, length_fn=length_fn, worker_init_fn=worker_init_fn, timeouts=timeouts, seed=seed)
-        optional = {"max_rows": max_rows, "accumulate": accumulate, "prefetch_factor": prefetch_factor, "quota": quota}
+        optional = {
+            "max_rows": max_rows,
+            "max_patches": max_patches,
+            "accumulate": accumulate,
+            "prefetch_factor": prefetch_factor,
+            "quota": quota,
+        }
         check_at_least_one(**{name: value for name, value in optional.items() if value is not None})
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ValueError(f"num_workers must be 0 or more, got {num_workers!r}")
         check_choice("mode", mode, ("join", "non_join"))
         check_choice("sharding", sharding, ("auto", "loader", "dataset"))
-        check_choice("alignment", alignment, ("paper",))
+        check_choice("alignment", alignment, ALIGNMENTS)
+        check_patches(patches_fn, max_patches, alignment)
         check_choice("oversize", oversize, ("emit", "drop", "error"))
         check_choice("empty", empty, ("drop", "error"))
         check_rule(num_supervised_fn)
@@ -167,6 +187,11 @@ class ODBDataLoader:
             "l_max": l_max,
             "buffer_size": buffer_size,
             "max_rows": max_rows,
+            "alignment": alignment,
+            "budget": named_cost(budget, "budget"),
+            "cost": None if cost is None else named_cost(cost, "cost"),
+            "patches_fn": patches_fn,
+            "max_patches": max_patches,
             "oversize": oversize,
             "empty": empty,
             "mode": mode,

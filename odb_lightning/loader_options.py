@@ -81,6 +81,14 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(map(repr, choices))}")
 
 
+def check_patches(patches_fn: Any, max_patches: int | None, alignment: str) -> None:
+    """Raises ValueError for half of a second budget, and for one that the alignment does not know."""
+    if (patches_fn is None) != (max_patches is None):
+        raise ValueError("patches_fn and max_patches go together: how many patches a sample has, and how many a batch may have")
+    if max_patches is not None and alignment == "paper":
+        raise ValueError("alignment='paper' knows one budget only: use alignment='matched' with max_patches")
+
+
 def refuse_unknown(unknown: Mapping[str, Any], known: Collection[str]) -> None:
     """Raises TypeError for an option that there is not, with the mend if it is one of torch's `DataLoader`."""
     for name in unknown:

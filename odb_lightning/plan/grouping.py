@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from odb_lightning.plan.costs import RowLimits
 
 
 def group_window(lengths: Sequence[int], l_max: int, max_rows: int | None = None) -> list[list[int]]:
@@ -15,10 +17,13 @@ def group_window(lengths: Sequence[int], l_max: int, max_rows: int | None = None
 
     Raises ValueError for a budget, a length or `max_rows` below 1.
     """
-    if l_max < 1:
-        raise ValueError(f"l_max must be at least 1 token, got {l_max}")
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"max_rows must be at least 1, got {max_rows}")
+    limits = RowLimits(l_max, max_rows)
+    return carry_over(lengths, lambda length: limits(length)[0])
+
+
+def carry_over(lengths: Sequence[int], most_rows: Callable[[int], int]) -> list[list[int]]:
+    """The carry-over rule for any budget: `most_rows(length)` samples at most, at least 1, in a batch whose longest has this
+    length; it must not rise with the length. Raises ValueError for a length below 1."""
     ascending = sorted(range(len(lengths)), key=lengths.__getitem__)
     if ascending and lengths[ascending[0]] < 1:
         position = ascending[0]
@@ -31,9 +36,7 @@ def group_window(lengths: Sequence[int], l_max: int, max_rows: int | None = None
         if len(open_group) == threshold:
             groups.append(open_group)
             open_group = []
-            threshold = max(l_max // lengths[position], 1)
-            if max_rows is not None:
-                threshold = min(threshold, max_rows)
+            threshold = most_rows(lengths[position])
     if open_group:
         groups.append(open_group)
     return groups

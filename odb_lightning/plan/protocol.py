@@ -50,6 +50,12 @@ class RoundDecision:
     target: int = 0
     """T_grp of an EMIT round, else 0."""
     stop_code: int = 0
+    most_groups: int = 0
+    """Formed by a rank in an EMIT round, as the next two."""
+    fewest_groups: int = 0
+    """Formed by a rank that has any."""
+    bound: int = 0
+    """What no rank that has groups can exceed: its capacity, and its samples."""
 
 
 def encode_report(report: RankReport, fingerprint: int) -> list[int]:
@@ -71,13 +77,14 @@ def encode_report(report: RankReport, fingerprint: int) -> list[int]:
 
 
 def decide_round(reduced: Sequence[int], *, joins: bool = True) -> RoundDecision:
-    """What the maximum of all ranks' `encode_report` comes to. Every rank computes the same from the same integers, so all make
-    the same sequence of exchanges.
+    """What the maximum of all ranks' `encode_report` comes to; more integers may follow. Every rank computes the same from
+    the same integers, so all make the same sequence of exchanges.
 
     Join: the end is reached when nothing remains on any rank. Non-join (`joins=False`): the first rank that has finished ends
     the pass for all, unless it had no view to begin with; END is then a pass in which no rank had any.
     """
-    most_groups, _, capacity, samples, free_slots, remains, has_finished, stop_code, high, low = reduced
+    most_groups, fewest_groups, capacity, samples, free_slots = reduced[:5]
+    remains, has_finished, stop_code, high, low = reduced[5:REPORT_SIZE]
     if high != -low:
         return RoundDecision(Outcome.DIVERGED)
     if stop_code > 0:
@@ -88,5 +95,5 @@ def decide_round(reduced: Sequence[int], *, joins: bool = True) -> RoundDecision
         return RoundDecision(Outcome.END)
     if free_slots == 0 or most_groups == 0:
         return RoundDecision(Outcome.SKIP)
-    bounds = [most_groups, *(-bound for bound in (capacity, samples) if bound > -INF)]
-    return RoundDecision(Outcome.EMIT, target=max(min(bounds), 1))
+    bound = min(-capacity, -samples)
+    return RoundDecision(Outcome.EMIT, max(min(most_groups, bound), 1), 0, most_groups, -fewest_groups, bound)

@@ -53,10 +53,12 @@ class EpochRun:
         self._sender = sender
         self._counter = counter
         self._stand_in = stand_in
+        self._limits = settings.limits()
         self._planner = RoundPlanner(
-            l_max=settings.l_max,
+            limits=self._limits,
+            max_patches=settings.max_patches,
+            alignment=settings.alignment,
             buffer_size=settings.buffer_size,
-            max_rows=settings.max_rows,
             order_seed=f"{settings.seed}/{request.epoch}" if settings.shuffle else None,
             knobs=f"{request.epoch}/{settings.shared_knobs()}",
             joins=settings.mode == "join",
@@ -149,7 +151,7 @@ class EpochRun:
             if self._next is None:
                 self._is_exhausted = True
             elif self._planner.room > 0:
-                self._held[self._planner.observe(self._next.length)] = self._next
+                self._held[self._planner.observe(self._next.length, self._next.patches)] = self._next
                 self._next = None
             else:
                 return
@@ -172,8 +174,11 @@ class EpochRun:
         stats.length_short += 4 * length < settings.l_max
         if length == 0:
             reason, policy, fault = "empty", settings.empty, "has length 0"
-        elif length > settings.l_max:
+        elif self._limits.is_oversize(length):
             reason, policy, fault = "oversize", settings.oversize, f"has length {length}, over l_max={settings.l_max}"
+        elif settings.max_patches is not None and observed.patches > settings.max_patches:
+            reason, policy = "oversize", settings.oversize
+            fault = f"has {observed.patches} patches, over max_patches={settings.max_patches}"
         else:
             return True
         where = f"dataset[{observed.sample_id!r}]"

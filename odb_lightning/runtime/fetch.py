@@ -21,11 +21,17 @@ from odb_lightning.sharding import Shard, is_hugging_face, is_iterable, set_curr
 
 
 class Observed(NamedTuple):
-    """A sample as the data set returned it, with its length."""
+    """A sample as the data set returned it, with its length, and what it takes of the second budget."""
 
     sample_id: Hashable
     length: int
+    patches: int
     sample: Any
+
+
+class _Size(NamedTuple):
+    length: int
+    patches: int
 
 
 class _ChunkRequest(NamedTuple):
@@ -36,7 +42,7 @@ class _ChunkRequest(NamedTuple):
 
 class _Chunk(NamedTuple):
     sample_ids: Sequence[Hashable]
-    lengths: list[int]
+    sizes: list[_Size]
     samples: PackedSamples
     failure: Failure | None
     """What ended the chunk early: the sample after the last one."""
@@ -47,23 +53,23 @@ class _ChunkSource(Dataset[_Chunk]):
 
     def __init__(self, settings: LoaderSettings) -> None:
         self.dataset = settings.dataset
-        self.length_fn = settings.length_fn
+        self._settings = settings
 
     def __getitem__(self, request: Any) -> _Chunk:
         seed, sample_ids = request
         samples: list[Any] = []
-        lengths: list[int] = []
+        sizes: list[_Size] = []
         failure = None
         for sample_id in sample_ids:
             try:
                 seed_everything_local(derive_seed(seed, "sample", sample_id))
                 sample = self._fetch(sample_id)
-                lengths.append(_observe(self.length_fn, sample, sample_id))
+                sizes.append(_observe(self._settings, sample, sample_id))
                 samples.append(sample)
             except RaisedFailure as error:
                 failure = error.failure
                 break
-        return _pack(sample_ids, lengths, samples, failure)
+        return _pack(sample_ids, sizes, samples, failure)
 
     def _fetch(self, sample_id: Hashable) -> Any:
         try:
@@ -72,23 +78,30 @@ class _ChunkSource(Dataset[_Chunk]):
             raise RaisedFailure(Failure.of(error, f"dataset[{sample_id!r}]", sample_id)) from error
 
 
-def _observe(length_fn: Callable[[Any], int], sample: Any, sample_id: Hashable) -> int:
+def _observe(settings: LoaderSettings, sample: Any, sample_id: Hashable) -> _Size:
+    length = _count("length_fn", settings.length_fn, "a length is a number of tokens", sample, sample_id)
+    if settings.patches_fn is None:
+        return _Size(length, 0)
+    return _Size(length, _count("patches_fn", settings.patches_fn, "it has to be a number of patches", sample, sample_id))
+
+
+def _count(option: str, function: Callable[[Any], int], meaning: str, sample: Any, sample_id: Hashable) -> int:
     try:
-        length = operator.index(length_fn(sample))
-        if length < 0:
-            raise ValueError(f"length_fn returned {length}; a length is a number of tokens, 0 or more")
-        return length
+        count = operator.index(function(sample))
+        if count < 0:
+            raise ValueError(f"{option} returned {count}; {meaning}, 0 or more")
+        return count
     except Exception as error:
-        raise RaisedFailure(Failure.of(error, f"length_fn for dataset[{sample_id!r}]", sample_id)) from error
+        raise RaisedFailure(Failure.of(error, f"{option} for dataset[{sample_id!r}]", sample_id)) from error
 
 
-def _pack(sample_ids: Sequence[Hashable], lengths: list[int], samples: list[Any], failure: Failure | None) -> _Chunk:
+def _pack(sample_ids: Sequence[Hashable], sizes: list[_Size], samples: list[Any], failure: Failure | None) -> _Chunk:
     try:
         packed = pack_samples(samples)
     except Exception as error:
         where = f"sending samples {list(sample_ids[: len(samples)])!r} from the worker: they can't be pickled"
-        packed, lengths, failure = pack_samples([]), [], Failure.of(error, where)
-    return _Chunk(sample_ids, lengths, packed, failure)
+        packed, sizes, failure = pack_samples([]), [], Failure.of(error, where)
+    return _Chunk(sample_ids, sizes, packed, failure)
 
 
 class _ChunkStream(IterableDataset[_Chunk]):
@@ -113,7 +126,7 @@ class _ChunkStream(IterableDataset[_Chunk]):
         seed = _pass_seed(settings.seed, epoch, pass_number)
         set_current_shard(shard)
         sample_ids: list[Hashable] = []
-        lengths: list[int] = []
+        sizes: list[_Size] = []
         samples: list[Any] = []
         failure = None
         iterator = None
@@ -128,7 +141,7 @@ class _ChunkStream(IterableDataset[_Chunk]):
                 if deals and position % shard.total != shard.number:
                     continue
                 sample_ids.append(sample_id)
-                lengths.append(_observe(settings.length_fn, sample, sample_id))
+                sizes.append(_observe(settings, sample, sample_id))
                 samples.append(sample)
             except StopIteration:
                 break
@@ -140,10 +153,10 @@ class _ChunkStream(IterableDataset[_Chunk]):
                 failure = Failure.of(error, where, sample_id)
                 break
             if len(samples) == settings.chunk_size:
-                yield _pack(sample_ids, lengths, samples, None)
-                sample_ids, lengths, samples = [], [], []
+                yield _pack(sample_ids, sizes, samples, None)
+                sample_ids, sizes, samples = [], [], []
         if samples or failure is not None:
-            yield _pack(sample_ids, lengths, samples, failure)
+            yield _pack(sample_ids, sizes, samples, failure)
 
     def set_epoch(self, epoch: int) -> None:
         """Before the workers begin it. A Hugging Face data set keeps its epoch where all of them see it, and counts up to the
@@ -248,6 +261,7 @@ class Fetcher:
                 chunk = next(chunks, None)
             if chunk is None:
                 return
-            yield from map(Observed, chunk.sample_ids, chunk.lengths, unpack_samples(chunk.samples))
+            for sample_id, size, sample in zip(chunk.sample_ids, chunk.sizes, unpack_samples(chunk.samples), strict=False):
+                yield Observed(sample_id, *size, sample)
             if chunk.failure is not None:
                 raise RaisedFailure(chunk.failure)

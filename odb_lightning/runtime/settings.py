@@ -7,6 +7,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from odb_lightning.plan.costs import RowCost, RowLimits, describe_cost
+from odb_lightning.plan.rounds import Alignment
+
 HELPER_PROCESS_NAME = "odb-collate"
 HELPER_VARIABLE = "ODB_HELPER_PROCESS"
 """Set in the environment of a collate process and of its workers."""
@@ -53,6 +56,11 @@ class LoaderSettings:
     l_max: int
     buffer_size: int
     max_rows: int | None
+    alignment: Alignment
+    budget: RowCost
+    cost: RowCost | None
+    patches_fn: Callable[[Any], int] | None
+    max_patches: int | None
     oversize: Policy
     empty: Policy
     mode: Mode
@@ -75,10 +83,26 @@ class LoaderSettings:
         """Samples between the sampler and the groups at most: in the window, and in the workers and their messages."""
         return self.buffer_size + self.chunk_size * max(self.num_workers * (self.prefetch_factor or 0), 1)
 
+    def limits(self) -> RowLimits:
+        """How many rows a batch may have, and what they cost."""
+        return RowLimits(self.l_max, self.max_rows, self.budget, self.cost)
+
     def shared_knobs(self) -> dict[str, Any]:
         """What has to be the same on all ranks."""
-        names = ("l_max", "buffer_size", "max_rows", "oversize", "empty", "mode", "quota", "shuffle", "seed", "world_size")
-        return {name: getattr(self, name) for name in names}
+        names = (
+            "l_max",
+            "buffer_size",
+            "max_rows",
+            "alignment",
+            "max_patches",
+            "oversize",
+            "empty",
+            "mode",
+            "quota",
+            "shuffle",
+        )
+        knobs = {name: getattr(self, name) for name in (*names, "seed", "world_size")}
+        return knobs | {"budget": describe_cost(self.budget), "cost": describe_cost(self.cost or self.budget)}
 
 
 @dataclass(frozen=True)
