@@ -2,6 +2,7 @@
 
 from odb_lightning.plan.accumulation import AccumulationWindows, exchange_blocks
 from odb_lightning.plan.alignment import align_groups, target_group_count
+from odb_lightning.plan.baselines import fixed_batch_steps, oracle_steps
 from odb_lightning.plan.costs import QuadraticCost, RowCost, RowLimits
 from odb_lightning.plan.grouping import group_window
 from odb_lightning.plan.protocol import Outcome, RankReport, RoundDecision, decide_round, encode_report
@@ -25,7 +26,9 @@ __all__ = [
     "decide_round",
     "encode_report",
     "exchange_blocks",
+    "fixed_batch_steps",
     "group_window",
+    "oracle_steps",
     "simulate_ranks",
     "target_group_count",
 ]

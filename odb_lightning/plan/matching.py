@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,22 +46,12 @@ class SortedWindow:
     def __len__(self) -> int:
         return len(self.tickets)
 
-    def without(self, start: int, stop: int) -> SortedWindow:
-        """All but the samples of positions `start` to `stop - 1`."""
-
-        def cut(values: Ints) -> Ints:
-            return np.concatenate((values[:start], values[stop:]))
-
-        patches = None if self.patches is None else cut(self.patches)
-        return SortedWindow(cut(self.tickets), cut(self.rows), cut(self.cost), patches, self.max_patches)
-
     def most(self) -> Ints:
         """Samples at most in the group that begins at each position."""
         positions = np.arange(len(self))
         most = np.minimum(self.rows, len(self) - positions)
         if self.patches is not None:
-            sums = _sums(self.patches)
-            most = np.minimum(most, np.searchsorted(sums, sums[:-1] + self.max_patches, side="right") - 1 - positions)
+            most = np.minimum(most, _most_patches(self.patches, self.max_patches))
         return np.maximum(most, 1)
 
 
@@ -125,18 +114,11 @@ def fullest_groups(window: SortedWindow, costs: Sequence[int], *, now: int, late
     """
     if len(costs) > len(window):
         raise ValueError(f"{len(window)} samples can't be split into {len(costs)} groups")
+    choice = _Choice(window, lag, now, latest)
     groups = []
-    sizes = np.maximum((_sizes(window) * lag).astype(np.int64), 1)
     for index, cost in enumerate(costs):
-        sizes = np.minimum(sizes, window.most())
-        oldest = int(np.argmin(window.tickets))
-        is_late = now - int(window.tickets[oldest]) > latest
-        waited = (now - window.tickets) / latest
-        start, size = _fullest(window, sizes, cost, waited, oldest if is_late else None)
-        size = min(size, len(window) - (len(costs) - 1 - index))
-        groups.append(window.tickets[start : start + size].tolist())
-        window = window.without(start, start + size)
-        sizes = np.concatenate((sizes[:start], sizes[start + size :]))
+        start, size = choice.best(cost)
+        groups.append(choice.take(start, min(size, len(choice) - (len(costs) - 1 - index))))
     return groups
 
 
@@ -162,9 +144,9 @@ def split_costliest(groups: Groups, target: int) -> list[list[int]]:
     return [group for _, _, group in sorted(heap + single)[:target]]
 
 
-def _sums(values: NDArray[Any]) -> NDArray[Any]:
+def _sums(values: Ints) -> Ints:
     """Of the first 0, 1, ... values."""
-    return np.concatenate((np.zeros(1, dtype=values.dtype), np.cumsum(values)))
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(values)))
 
 
 def _sizes(window: SortedWindow) -> Ints:
@@ -184,21 +166,62 @@ def _sizes(window: SortedWindow) -> Ints:
     return best
 
 
-def _fullest(window: SortedWindow, sizes: Ints, cost: int, waited: NDArray[Any], wanted: int | None) -> tuple[int, int]:
-    """Begin and size of the group within `cost` that is worth most; with the sample at `wanted` in it, if one is."""
-    within = np.minimum(cost // window.cost, sizes)
-    positions = np.arange(len(window))
-    # A group that would have to be cut to less than it pays to have is left for a step that is meant for it.
-    fits = 4 * within >= np.maximum(3 * sizes, 4)
-    if wanted is not None:
-        fits &= (positions <= wanted) & (wanted < positions + within)
+class _Choice:
+    """The samples left in a round, and what each group of them would be worth."""
+
+    _TICKET, _COST, _WORTH, _SIZE, _PATCHES = range(5)
+    _SCALE = 1024
+    """Of worth, so that it stays a whole number."""
+
+    def __init__(self, window: SortedWindow, lag: float, now: int, latest: int) -> None:
+        sizes = np.maximum((_sizes(window) * lag).astype(np.int64), 1)
+        waited = (now - window.tickets) / latest
+        worth = (self._SCALE * window.cost * (1.0 + _WORTH_OF_WAITING * waited)).astype(np.int64)
+        patches = np.zeros_like(sizes) if window.patches is None else window.patches
+        self._samples = np.stack((window.tickets, window.cost, worth, sizes, patches))
+        self._max_patches = None if window.patches is None else window.max_patches
+        self._positions = np.arange(len(window) + 1)
+        self._sums = np.zeros(len(window) + 1, dtype=np.int64)
+        self._late = now - latest
+        self._has_late = bool((window.tickets < self._late).any())
+
+    def __len__(self) -> int:
+        return int(self._samples.shape[1])
+
+    def take(self, start: int, size: int) -> list[int]:
+        """The tickets of a group, which is not there any more."""
+        tickets: list[int] = self._samples[self._TICKET, start : start + size].tolist()
+        self._samples = np.concatenate((self._samples[:, :start], self._samples[:, start + size :]), axis=1)
+        return tickets
+
+    def best(self, cost: int) -> tuple[int, int]:
+        """Begin and size of the group within `cost` that is worth most; one with the oldest sample in it, if that is late."""
+        tickets, costs, worth, sizes, patches = self._samples
+        number, positions = len(self), self._positions[: len(self)]
+        sizes = np.minimum(sizes, number - positions)
+        if self._max_patches is not None:
+            sizes = np.minimum(sizes, _most_patches(patches, self._max_patches))
+        within = np.minimum(cost // costs, sizes)
+        # A group that would have to be cut to less than it pays to have is left for a step that is meant for it.
+        fits = 4 * within >= np.maximum(3 * sizes, 4)
+        if self._has_late:
+            oldest = int(np.argmin(tickets))
+            if tickets[oldest] < self._late:
+                fits &= (positions <= oldest) & (oldest < positions + within)
+                if not fits.any():
+                    return oldest, int(sizes[oldest])
         if not fits.any():
-            return wanted, int(sizes[wanted])
-    if not fits.any():
-        fits = within >= 1
-        if not fits.any():
-            return len(window) - 1, 1
-    sums = _sums(window.cost * (1.0 + _WORTH_OF_WAITING * waited))
-    worth = np.where(fits, sums[positions + np.maximum(within, 0)] - sums[:-1], -1.0)
-    start = int(np.argmax(worth))
-    return start, int(within[start])
+            fits = within >= 1
+            if not fits.any():
+                return number - 1, 1
+        sums = self._sums[: number + 1]
+        np.cumsum(worth, out=sums[1:])
+        start = int(np.argmax(np.where(fits, sums[positions + within] - sums[:-1], -1)))
+        return start, int(within[start])
+
+
+def _most_patches(patches: Ints, limit: int) -> Ints:
+    """Samples at most, at least one, from each position on."""
+    sums = _sums(patches)
+    most: Ints = np.searchsorted(sums, sums[:-1] + limit, side="right") - 1 - np.arange(len(patches))
+    return np.maximum(most, 1)

@@ -9,12 +9,11 @@ import multiprocessing
 import os
 import time
 import weakref
-from multiprocessing.connection import wait
 from typing import Any
 
 from odb_lightning.runtime.collate_process import START_AGAIN, collate_main
 from odb_lightning.runtime.errors import ODBLoaderError
-from odb_lightning.runtime.ring import BatchReceiver, SharedMemory
+from odb_lightning.runtime.ring import BatchReceiver, Readiness, SharedMemory
 from odb_lightning.runtime.settings import HELPER_PROCESS_NAME, EpochRequest, LoaderSettings
 
 _RING_BYTES = 32 * 2**20
@@ -47,6 +46,7 @@ class CollateProcess:
             self._start(settings)
             attempts += 1
         self._receiver = BatchReceiver(self._batches, self._memory, pin_memory)
+        self._arrival = Readiness(self._batches)
 
     def _was_forked_at_a_bad_moment(self) -> bool:
         """Waits for the process to say that it has started, or that another one is needed; for other ends see `receive`."""
@@ -103,8 +103,8 @@ class CollateProcess:
         """The next message. Raises ODBLoaderError if the process has ended, or if none comes and nothing was got done within
         `Timeouts.batch`."""
         deadline, progress = time.monotonic() + self._timeouts.batch, int(self._memory.progress[0])
-        while not wait([self._batches], min(_POLL_SECONDS, max(deadline - time.monotonic(), 0.0))):
-            if not self._process.is_alive() and not self._batches.poll():
+        while not self._arrival.within(min(_POLL_SECONDS, max(deadline - time.monotonic(), 0.0))):
+            if not self._process.is_alive() and not self._arrival.within():
                 raise self._ended()
             if progress != self._memory.progress[0]:
                 deadline, progress = time.monotonic() + self._timeouts.batch, int(self._memory.progress[0])

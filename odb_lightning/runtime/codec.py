@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import operator
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,42 +76,60 @@ class PackedSamples(NamedTuple):
     """The list of samples, or, with columns, of what they hold besides."""
 
 
-def _column_keys(samples: Sequence[Any]) -> list[Any]:
-    """Keys under which every sample holds a plain tensor of the same dtype."""
-    first = samples[0]
-    if type(first) is not dict or any(type(sample) is not dict or list(sample) != list(first) for sample in samples):
-        return []
-    return [
-        key
-        for key, value in first.items()
-        if is_plain_tensor(value)
-        and all(is_plain_tensor(sample[key]) and sample[key].dtype == value.dtype for sample in samples)
-    ]
+_KIND = operator.attrgetter("dtype", "layout", "requires_grad", "device")
 
 
-def pack_samples(samples: Sequence[Any]) -> PackedSamples:
-    """The samples as one message of a few arrays: one array per key and message, not one per tensor. All copies: where no
-    process lies between, what is done to a sample must not reach the data set either."""
-    keys = _column_keys(samples) if samples else []
-    if not keys:
-        return PackedSamples(len(samples), None, _encode_copy(list(samples)))
+def _columns(samples: Sequence[Any]) -> dict[Any, list[Tensor]]:
+    """By key, where every sample holds a plain tensor of the same dtype under it."""
+    if set(map(type, samples)) != {dict}:
+        return {}
+    first = list(samples[0])
+    if any(list(sample) != first for sample in samples):
+        return {}
+    columns = {key: [sample[key] for sample in samples] for key in first}
+    return {key: values for key, values in columns.items() if is_plain_tensor(values[0]) and _are_alike(values)}
+
+
+def _are_alike(values: list[Any]) -> bool:
+    return set(map(type, values)) == {Tensor} and len(set(map(_KIND, values))) == 1
+
+
+NewBytes = Callable[[int], np.ndarray[Any, Any]]
+
+
+def _new_bytes(size: int) -> np.ndarray[Any, Any]:
+    return np.empty(size, dtype=np.uint8)
+
+
+def pack_samples(samples: Sequence[Any], new_bytes: NewBytes = _new_bytes) -> PackedSamples:
+    """The samples as one message of a few arrays: one array per key and message, not one per tensor. All are copies, made in
+    `new_bytes`: where no process lies between, what is done to a sample must not reach the data set either."""
+    tensors = _columns(samples)
+    if not tensors:
+        return PackedSamples(len(samples), None, _encode_copy(list(samples), new_bytes))
     columns = {}
-    for key in keys:
-        values = [sample[key] for sample in samples]
+    for key, values in tensors.items():
         is_flat = all(value.dim() == 1 for value in values)
-        flat = torch.cat(values if is_flat else [value.reshape(-1) for value in values])
+        dtype, sizes = values[0].dtype, [value.numel() for value in values]
         shapes = None if is_flat else [tuple(value.shape) for value in values]
-        columns[key] = (flat.dtype, [value.numel() for value in values], shapes, _bytes_of(flat))
+        data = new_bytes(sum(sizes) * dtype.itemsize)
+        if data.size:
+            flat = torch.from_numpy(data.view(np.ndarray)).view(dtype)
+            torch.cat(values if is_flat else [value.reshape(-1) for value in values], out=flat)
+        columns[key] = (dtype, sizes, shapes, data)
     order = list(samples[0])
-    if len(keys) == len(order):
+    if len(tensors) == len(order):
         return PackedSamples(len(samples), columns, None)
     others = [{key: value for key, value in sample.items() if key not in columns} for sample in samples]
-    return PackedSamples(len(samples), columns, _encode_copy((order, others)))
+    return PackedSamples(len(samples), columns, _encode_copy((order, others), new_bytes))
 
 
-def _encode_copy(value: Any) -> Encoded:
+def _encode_copy(value: Any, new_bytes: NewBytes) -> Encoded:
     header, buffers = encode(value)
-    return Encoded(header, [buffer.copy() for buffer in buffers])
+    copies = [new_bytes(buffer.size) for buffer in buffers]
+    for copy, buffer in zip(copies, buffers, strict=True):
+        copy[:] = buffer
+    return Encoded(header, copies)
 
 
 def unpack_samples(packed: PackedSamples) -> list[Any]:

@@ -17,6 +17,7 @@ from odb_lightning.runtime.guard import GuardedWorkerInit, TimeLimit
 from odb_lightning.runtime.ring import SharedMemory
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
 from odb_lightning.runtime.settings import EpochRequest, LoaderSettings
+from odb_lightning.runtime.slab import Slab, make_slabs
 from odb_lightning.sharding import Shard, is_hugging_face, is_iterable, set_current_shard, split_among_ranks
 
 
@@ -51,9 +52,10 @@ class _Chunk(NamedTuple):
 class _ChunkSource(Dataset[_Chunk]):
     """Fetches and observes the samples of one message. Runs in the workers."""
 
-    def __init__(self, settings: LoaderSettings) -> None:
+    def __init__(self, settings: LoaderSettings, slabs: Sequence[SharedMemory]) -> None:
         self.dataset = settings.dataset
         self._settings = settings
+        self._pack = _Packing(slabs)
 
     def __getitem__(self, request: Any) -> _Chunk:
         seed, sample_ids = request
@@ -69,7 +71,7 @@ class _ChunkSource(Dataset[_Chunk]):
             except RaisedFailure as error:
                 failure = error.failure
                 break
-        return _pack(sample_ids, sizes, samples, failure)
+        return self._pack(sample_ids, sizes, samples, failure)
 
     def _fetch(self, sample_id: Hashable) -> Any:
         try:
@@ -95,13 +97,25 @@ def _count(option: str, function: Callable[[Any], int], meaning: str, sample: An
         raise RaisedFailure(Failure.of(error, f"{option} for dataset[{sample_id!r}]", sample_id)) from error
 
 
-def _pack(sample_ids: Sequence[Hashable], sizes: list[_Size], samples: list[Any], failure: Failure | None) -> _Chunk:
-    try:
-        packed = pack_samples(samples)
-    except Exception as error:
-        where = f"sending samples {list(sample_ids[: len(samples)])!r} from the worker: they can't be pickled"
-        packed, sizes, failure = pack_samples([]), [], Failure.of(error, where)
-    return _Chunk(sample_ids, sizes, packed, failure)
+class _Packing:
+    """Makes messages. In a worker, the bytes of samples go into its slab."""
+
+    def __init__(self, slabs: Sequence[SharedMemory]) -> None:
+        self._slabs = slabs
+        self._slab: Slab | None = None
+
+    def __call__(
+        self, sample_ids: Sequence[Hashable], sizes: list[_Size], samples: list[Any], failure: Failure | None
+    ) -> _Chunk:
+        worker = get_worker_info()
+        if worker is not None and self._slab is None:
+            self._slab = Slab(self._slabs[worker.id], worker.id)
+        try:
+            packed = pack_samples(samples) if self._slab is None else pack_samples(samples, self._slab.new_bytes)
+        except Exception as error:
+            where = f"sending samples {list(sample_ids[: len(samples)])!r} from the worker: they can't be pickled"
+            packed, sizes, failure = pack_samples([]), [], Failure.of(error, where)
+        return _Chunk(sample_ids, sizes, packed, failure)
 
 
 class _ChunkStream(IterableDataset[_Chunk]):
@@ -110,8 +124,9 @@ class _ChunkStream(IterableDataset[_Chunk]):
     A sample's identity is its position in the stream; where each process reads a stream of its own, (shard, position).
     """
 
-    def __init__(self, settings: LoaderSettings, current: SharedMemory) -> None:
+    def __init__(self, settings: LoaderSettings, current: SharedMemory, slabs: Sequence[SharedMemory]) -> None:
         self._settings = settings
+        self._pack = _Packing(slabs)
         self._dataset = split_among_ranks(settings.dataset, settings.sharding, settings.rank, settings.world_size)
         self._current = current
         """Epoch and pass, which a worker that is kept has no other way to know."""
@@ -153,10 +168,10 @@ class _ChunkStream(IterableDataset[_Chunk]):
                 failure = Failure.of(error, where, sample_id)
                 break
             if len(samples) == settings.chunk_size:
-                yield _pack(sample_ids, sizes, samples, None)
+                yield self._pack(sample_ids, sizes, samples, None)
                 sample_ids, sizes, samples = [], [], []
         if samples or failure is not None:
-            yield _pack(sample_ids, sizes, samples, failure)
+            yield self._pack(sample_ids, sizes, samples, failure)
 
     def set_epoch(self, epoch: int) -> None:
         """Before the workers begin it. A Hugging Face data set keeps its epoch where all of them see it, and counts up to the
@@ -216,8 +231,9 @@ class Fetcher:
                 "worker_init_fn": GuardedWorkerInit(settings.worker_init_fn),
                 "multiprocessing_context": settings.start_method,
             }
-        self._stream = _ChunkStream(settings, self._current) if is_iterable(settings.dataset) else None
-        source: Any = self._stream or _ChunkSource(settings)
+        slabs = make_slabs(settings.num_workers)
+        self._stream = _ChunkStream(settings, self._current, slabs) if is_iterable(settings.dataset) else None
+        source: Any = self._stream or _ChunkSource(settings, slabs)
         self._loader: DataLoader[_Chunk] = DataLoader(
             source,
             batch_size=None,

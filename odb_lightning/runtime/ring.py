@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import pickle
+import select
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -68,11 +70,24 @@ class SharedMemory:
             self._fd = -1
 
 
+class Readiness:
+    """Whether a connection has something to read. As `Connection.poll`, which makes a selector at each call."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._poller = select.poll()
+        self._poller.register(connection.fileno(), select.POLLIN)
+
+    def within(self, seconds: float = 0.0) -> bool:
+        """Waits for so long; also true when the other end is closed."""
+        return bool(self._poller.poll(math.ceil(1000 * seconds)))
+
+
 class BatchSender:
     """The collate process's end. Holds at most `depth` messages that the training process has not taken yet."""
 
     def __init__(self, connection: Connection, memory: SharedMemory, depth: int) -> None:
         self._connection = connection
+        self._credit = Readiness(connection)
         self._memory = memory
         self._depth = depth
         self.while_waiting: Callable[[], None] = _do_nothing
@@ -100,11 +115,11 @@ class BatchSender:
 
     def _allocate(self, size: int) -> int:
         """The start of `size` free bytes, in the order of a ring; registers them as in flight."""
-        while self._connection.poll():
+        while self._credit.within():
             self._take_credit()
         while len(self._in_flight) >= self._depth or (start := self._free_start(size)) is None:
             # No limit: a training process that is gone ends this one (see guard.py), one that is alive may validate for hours.
-            if not self._connection.poll(_POLL_SECONDS):
+            if not self._credit.within(_POLL_SECONDS):
                 self.while_waiting()
                 continue
             self._take_credit()
