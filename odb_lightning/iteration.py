@@ -48,7 +48,8 @@ class Iteration(Iterator[ODBBatch]):
             kind, facts, payload = process.receive()
             if kind == "batch":
                 info, stats = facts
-                loader._pass_stats.add(stats)
+                if stats is not None:
+                    loader._pass_stats.add(stats)
                 if info.is_idle:
                     return ODBBatch(IDLE_DATA, info, process.stand_in())
                 return ODBBatch(payload, info)

@@ -6,6 +6,7 @@ import io
 import operator
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,8 @@ def is_plain_tensor(value: object) -> bool:
     )
 
 
-def _restore_tensor(buffer: np.ndarray[Any, Any] | bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _restore_tensor(buffer: np.ndarray[Any, Any] | bytes, dtype_name: str, shape: tuple[int, ...]) -> Tensor:
+    dtype = getattr(torch, dtype_name)
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     flat = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else torch.frombuffer(buffer, dtype=torch.uint8)
@@ -39,6 +41,8 @@ def _restore_tensor(buffer: np.ndarray[Any, Any] | bytes, dtype: torch.dtype, sh
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    with suppress(TypeError, RuntimeError):  # a type that numpy does not know, or a view that conjugates or negates
+        return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     # One element may keep any stride and count as contiguous; a view as bytes wants stride 1.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
@@ -50,7 +54,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         shape = tuple(obj.shape)
         buffer = pickle.PickleBuffer(_bytes_of(obj).data) if obj.numel() else b""
-        return _restore_tensor, (buffer, obj.dtype, shape)
+        return _restore_tensor, (buffer, str(obj.dtype).removeprefix("torch."), shape)
 
 
 def encode(value: Any) -> Encoded:
@@ -141,7 +145,7 @@ def unpack_samples(packed: PackedSamples) -> list[Any]:
     views = []
     for dtype, sizes, shapes, data in packed.columns.values():
         flat = torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype)
-        parts: Sequence[Tensor] = flat.split(sizes)
+        parts: Sequence[Tensor] = flat.split_with_sizes(sizes)
         views.append(parts if shapes is None else [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
     keys = list(packed.columns)
     samples = [dict(zip(keys, values, strict=True)) for values in zip(*views, strict=True)]

@@ -65,17 +65,17 @@ class TargetCounter:
                     "of the loss; pass num_supervised_fn=<function of the batch> to declare what the mean loss is over",
                 )
             return num_samples
-        supervised = torch.as_tensor(np.asarray(labels) if isinstance(labels, list) else labels) != IGNORE_INDEX
-        if supervised.dim() == 2 and self._rule == "causal":
-            if self._is_default and supervised.numel() and bool(supervised[:, 0].all()):
+        labels = torch.as_tensor(np.asarray(labels) if isinstance(labels, list) else labels)
+        if labels.dim() == 2 and self._rule == "causal":
+            if self._is_default and labels.numel() and bool((labels[:, 0] != IGNORE_INDEX).all()):
                 self.warn_once(
                     "column 0",
                     "the labels in column 0 are supervised in every sample of a batch. The default num_supervised_fn='causal' "
                     "leaves that column out, as causal models shift labels. If yours are shifted already (or the model is "
                     "an encoder-decoder or a masked one) pass num_supervised_fn='unshifted', else 'causal', to say so",
                 )
-            supervised = supervised[:, 1:]
-        return int(supervised.sum())
+            labels = labels[:, 1:]
+        return int(torch.count_nonzero(labels != IGNORE_INDEX))
 
     def warn_once(self, kind: str, text: str) -> None:
         """Keeps the first warning of a kind for the training process to show."""

@@ -251,6 +251,7 @@ class EpochRun:
         return _Collated(data, sample_ids, sum(item.length for item in observed), observed[0].length, targets)
 
     def _emit(self, steps: list[SummedStep[_Collated]]) -> None:
+        stats: LoaderStats | None = self._take_stats() if steps else None
         for summed in steps:
             step = summed.item
             num_samples = len(step.sample_ids)
@@ -277,13 +278,13 @@ class EpochRun:
             for text in self._counter.take_warnings():
                 self._sender.send("warning", text)
             try:
-                self._sender.send("batch", (info, self._take_stats()), step.data)
+                self._sender.send("batch", (info, stats), step.data)
             except (EOFError, ConnectionError, TimeoutError):
                 raise
             except Exception as error:
                 where = f"sending what collate_fn made of samples {list(step.sample_ids)!r}"
                 raise RaisedFailure(Failure.of(error, where, step.sample_ids)) from error
-            self._num_emitted += 1
+            self._num_emitted, stats = self._num_emitted + 1, None
 
     def _take_stats(self) -> LoaderStats:
         """What was counted since the last message."""
