@@ -32,6 +32,8 @@ def oracle_steps(lengths: Sequence[int], limits: RowLimits, world_size: int, see
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if lengths and min(lengths) < 1:
+        raise ValueError(f"lengths must be at least 1, got {min(lengths)}")
     descending = sorted(range(len(lengths)), key=lambda position: -lengths[position])
     batches, start = [], 0
     while start < len(descending):

@@ -20,10 +20,8 @@ _SHARE = 0.35
 """Of the groups in the window, emitted in a round. The rest is the choice that the next round has."""
 _STEP_PRICE = 0.11
 """What a step costs beside its rows, in full batches. A smaller group has less padding, but makes more steps."""
-_SMALLER = (0.8, 0.64, 0.5, 0.4, 0.32, 0.25)
+_SMALLER = (0.8, 0.64, 0.5)
 """Sizes tried, as shares of a full group."""
-_TAIL_GROUPS = 8
-"""With so few groups on each rank, and nothing more to come, the round takes all that is left."""
 _WORTH_OF_WAITING = 0.25
 """What a sample counts for more when it has waited as long as it may."""
 
@@ -81,16 +79,10 @@ def cost_quantiles(costs: Sequence[int]) -> list[int]:
     return [costs[(2 * index + 1) * len(costs) // (2 * NUM_QUANTILES)] for index in range(NUM_QUANTILES)]
 
 
-def is_tail(most_groups: int, is_last: bool) -> bool:
-    """Whether the round takes all that is left: no rank has views left (`is_last`), and each has few groups."""
-    return is_last and most_groups <= _TAIL_GROUPS
-
-
 def num_steps(most_groups: int, fewest_groups: int, bound: int, is_last: bool) -> int:
-    """Steps of a round, from numbers that all ranks share: the groups of active ranks, and what none of them can exceed."""
-    if is_tail(most_groups, is_last):
-        return max(min(most_groups, bound), 1)
-    return max(min(int((most_groups if is_last else fewest_groups) * _SHARE), bound), 1)
+    """Steps of a round, from numbers that all ranks share: the groups of active ranks, and what none of them can exceed. With
+    nothing more to come (`is_last`) nothing is gained by waiting, and the round takes all that is left."""
+    return max(min(most_groups if is_last else int(fewest_groups * _SHARE), bound), 1)
 
 
 def step_costs(quantiles: Sequence[int], num_steps: int) -> list[int]:
@@ -109,12 +101,11 @@ def fullest_groups(window: SortedWindow, costs: Sequence[int], *, now: int, late
     """For each cost in turn the group, of the samples that are left, with most to do within it; none is empty.
 
     `now` is the number of tickets given out. What waited for long counts for more, and what waited for `latest` tickets
-    goes first. `lag` is this rank's share of the groups that the rank with most has: with nothing more to come, groups are
-    smaller by it, so that all ranks come to their end in the same step. Raises ValueError for more costs than samples.
+    goes first. Raises ValueError for more costs than samples.
     """
     if len(costs) > len(window):
         raise ValueError(f"{len(window)} samples can't be split into {len(costs)} groups")
-    choice = _Choice(window, lag, now, latest)
+    choice = _Choice(window, now, latest)
     groups = []
     for index, cost in enumerate(costs):
         start, size = choice.best(cost)
@@ -173,8 +164,8 @@ class _Choice:
     _SCALE = 1024
     """Of worth, so that it stays a whole number."""
 
-    def __init__(self, window: SortedWindow, lag: float, now: int, latest: int) -> None:
-        sizes = np.maximum((_sizes(window) * lag).astype(np.int64), 1)
+    def __init__(self, window: SortedWindow, now: int, latest: int) -> None:
+        sizes = _sizes(window)
         waited = (now - window.tickets) / latest
         worth = (self._SCALE * window.cost * (1.0 + _WORTH_OF_WAITING * waited)).astype(np.int64)
         patches = np.zeros_like(sizes) if window.patches is None else window.patches

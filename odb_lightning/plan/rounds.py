@@ -181,11 +181,9 @@ class _Matched:
 
     def align(self, decision: RoundDecision, reduced: Sequence[int], now: int, latest: int) -> list[list[int]]:
         is_fetching, *quantiles = reduced[-matching.NUM_QUANTILES - 1 :]
-        most, is_last = decision.most_groups, not is_fetching
-        target = matching.num_steps(most, decision.fewest_groups, decision.bound, is_last)
+        target = matching.num_steps(decision.most_groups, decision.fewest_groups, decision.bound, not is_fetching)
         if not self._groups.costs:
             return [[] for _ in range(target)]
-        if matching.is_tail(most, is_last):
+        if not is_fetching:
             return matching.split_costliest(self._groups, target)
-        costs, lag = matching.step_costs(quantiles, target), len(self._groups.costs) / most if is_last else 1.0
-        return matching.fullest_groups(self._window, costs, now=now, latest=latest, lag=lag)
+        return matching.fullest_groups(self._window, matching.step_costs(quantiles, target), now=now, latest=latest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from odb_lightning.batch import StepInfo
 from odb_lightning.plan import AccumulationWindows, Outcome, RoundPlanner, exchange_blocks
 from odb_lightning.plan.accumulation import SummedStep
+from odb_lightning.runtime.codec import pack_samples, unpack_samples
 from odb_lightning.runtime.counting import TargetCounter
 from odb_lightning.runtime.errors import Failure, PeerFailure, RaisedFailure
 from odb_lightning.runtime.exchange import Exchange, SoloExchange
@@ -19,6 +21,8 @@ from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
 from odb_lightning.runtime.settings import EpochRequest, LoaderSettings, LoaderStats
 from odb_lightning.runtime.stand_in import StandIn
 
+_WINDOWS_IN_MEMORY = 2
+"""After so many windows, a sample that still waits leaves the message that it came in."""
 _FAILED = 1
 """The stop code of a rank that failed."""
 
@@ -69,6 +73,8 @@ class EpochRun:
         self._next: Observed | None = None
         """A kept sample that the window had no room for."""
         self._num_emitted = 0
+        self._num_released = 0
+        """Tickets before this one have no part in a message of many samples."""
         num_views = 0 if request.views is None else len(request.views)
         self._stats = LoaderStats(passes=1, views_expected=num_views, outstanding_depth=settings.outstanding_depth)
         self._exchange: Exchange = SoloExchange(Presence())
@@ -108,6 +114,7 @@ class EpochRun:
                 self._is_exhausted = False
                 continue
             self._emit_round(plan.groups)
+            self._release_messages()
         self._emit(self._windows.flush())
         self._sender.send("end", self._take_stats())
 
@@ -193,6 +200,15 @@ class EpochRun:
         stats.over_budget += 1
         self._counter.warn_once(reason, f"{where} {fault}: it goes out alone (policy {reason}='emit'); more are only counted")
         return True
+
+    def _release_messages(self) -> None:
+        """Copies the samples that stay for long, so that they do not keep in memory all those that they came with."""
+        late = self._planner.num_observed - _WINDOWS_IN_MEMORY * self._settings.buffer_size
+        for ticket in list(itertools.takewhile(lambda ticket: ticket < late, self._held)):
+            if ticket >= self._num_released:
+                observed = self._held[ticket]
+                self._held[ticket] = observed._replace(sample=unpack_samples(pack_samples([observed.sample]))[0])
+        self._num_released = max(late, self._num_released)
 
     def _emit_round(self, groups: list[list[int]]) -> None:
         if self._request.max_steps is not None:
