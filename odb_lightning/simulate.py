@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from odb_lightning import config
 from odb_lightning.config_checks import ConfigError
 from odb_lightning.lengths import Lengths, of_dataset
-from odb_lightning.loader_options import check_at_least_one, check_choice, start_method_of
+from odb_lightning.loader_options import check_at_least_one, check_choice
 from odb_lightning.plan import (
     ALIGNMENTS,
     Alignment,
@@ -35,6 +36,13 @@ from odb_lightning.sharding import is_iterable
 from odb_lightning.simulation_table import print_simulation
 
 _WORD_BYTES = 8
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "output": ("table", "json"),
+    "odb.alignment": ALIGNMENTS,
+    "odb.mode": ("join", "non_join"),
+    "odb.oversize": ("emit", "drop", "error"),
+    "odb.empty": ("drop", "error"),
+}
 
 
 @dataclass
@@ -54,46 +62,47 @@ class Simulation:
 
 def simulate(cfg: DictConfig) -> Simulation:
     """Runs the plans that `cfg` describes. Raises `ConfigError` for a value that can't be used."""
-    try:
-        budgets = _check(cfg)
-        lengths = _lengths(cfg)
-        found = Simulation(length_figures(lengths, budgets[0]), [], [])
-        for l_max in budgets:
-            for row, schedule in _rows(cfg, lengths, l_max):
-                found.rows.append(row)
-                if row["default"] and l_max == budgets[0]:
-                    found.plan = schedule
-    except (ValueError, TypeError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+    budgets = _check(cfg)
+    lengths = _lengths(cfg)
+    found = Simulation(length_figures(lengths, budgets[0]), [], [])
+    for l_max in budgets:
+        for row, schedule in _rows(cfg, lengths, l_max):
+            found.rows.append(row)
+            if row["default"] and l_max == budgets[0]:
+                found.plan = schedule
     return found
 
 
 def _check(cfg: DictConfig) -> list[int]:
-    """The values of l_max. Raises ValueError for what can't be used."""
+    """The values of l_max. Raises `ConfigError` for what no simulation can use."""
+    for key in ("seed", "odb.seed", "odb.num_workers"):
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(f"{key}={value} cannot be used: give an integer of at least 0")
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ConfigError(f"{missing[0]} is missing: give {missing[0]}=...")
-    for key in ("seed", "odb.seed", "odb.num_workers"):
-        value = OmegaConf.select(cfg, key) if key != "odb.seed" or isinstance(cfg.seed, int) else 0
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigError(f"{key}={value} cannot be used: give an integer of at least 0")
-    budgets: list[Any] = list(cfg.l_max) if OmegaConf.is_list(cfg.l_max) else [cfg.l_max]
-    if not budgets:
-        raise ConfigError("l_max=[] cannot be used: give an integer, or a list of them")
-    check_at_least_one(**{"odb.l_max": cfg.odb.l_max, "odb.buffer_size": cfg.odb.buffer_size, "world_size": cfg.world_size})
-    for l_max in budgets:
-        check_at_least_one(l_max=l_max)
-    for key in ("odb.max_rows", "odb.quota", "batch_size"):
-        value = OmegaConf.select(cfg, key)
-        check_at_least_one(**({} if value is None else {key: value}))
-    check_choice("odb.mode", cfg.odb.mode, ("join", "non_join"))
-    check_choice("odb.alignment", cfg.odb.alignment, ALIGNMENTS)
-    check_choice("odb.oversize", cfg.odb.oversize, ("emit", "drop", "error"))
-    check_choice("odb.empty", cfg.odb.empty, ("drop", "error"))
-    check_choice("output", cfg.output, ("table", "json"))
-    start_method_of(cfg.odb.multiprocessing_context)
     if cfg.odb.max_patches is not None or cfg.odb.patches_fn is not None:
         raise ConfigError("odb.max_patches and odb.patches_fn cannot be used: lengths say nothing of patches")
+    budgets: list[int] = list(cfg.l_max) if OmegaConf.is_list(cfg.l_max) else [cfg.l_max]
+    if not budgets:
+        raise ConfigError("l_max=[] cannot be used: give an integer, or a list of them")
+    try:
+        check_at_least_one(**{"odb.l_max": cfg.odb.l_max, "odb.buffer_size": cfg.odb.buffer_size})
+        for l_max in budgets:
+            check_at_least_one(l_max=l_max)
+        for key in ("world_size", "batch_size", "odb.max_rows", "odb.quota"):
+            value = OmegaConf.select(cfg, key)
+            if value is not None or key == "world_size":
+                check_at_least_one(**{key: value})
+        for key, choices in _CHOICES.items():
+            check_choice(key, OmegaConf.select(cfg, key), choices)
+        if cfg.odb.multiprocessing_context is not None:
+            methods = tuple(multiprocessing.get_all_start_methods())
+            check_choice("odb.multiprocessing_context", cfg.odb.multiprocessing_context, methods)
+        _limits(cfg, budgets[0])
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
     _check_plan(cfg.plan, budgets)
     return budgets
 
@@ -137,14 +146,7 @@ def _lengths(cfg: DictConfig) -> Lengths:
 
 def _rows(cfg: DictConfig, lengths: Lengths, l_max: int) -> Iterator[tuple[dict[str, Any], Schedule]]:
     """The figures and the schedule of each loader: ODB by its own rule and by the other, fixed batches, and the oracle."""
-    options = config.loader_options(cfg.odb)
-    cost = options.get("cost")
-    limits = RowLimits(
-        l_max,
-        cfg.odb.max_rows,
-        named_cost(options["budget"], "odb.budget"),
-        None if cost is None else named_cost(cost, "odb.cost"),
-    )
+    limits = _limits(cfg, l_max)
     order = ShardedSampler(len(lengths), seed=cfg.odb.seed).views()  # rank r of W has every W-th of it, from r on
     shards = [_kept(cfg, lengths[order[rank :: cfg.world_size]], limits) for rank in range(cfg.world_size)]
     kept = [length for shard in shards for length in shard]
@@ -179,6 +181,13 @@ def _rows(cfg: DictConfig, lengths: Lengths, l_max: int) -> Iterator[tuple[dict[
     yield row("standard", schedule, batch_size=batch_size, schedule_bound=bound)
     steps = oracle_steps(kept, limits, cfg.world_size, cfg.odb.seed)
     yield row("gmt", [[[kept[position] for position in batch] for batch in step] for step in steps])
+
+
+def _limits(cfg: DictConfig, l_max: int) -> RowLimits:
+    options = config.loader_options(cfg.odb)
+    cost = options.get("cost")
+    budget = named_cost(options["budget"], "odb.budget")
+    return RowLimits(l_max, cfg.odb.max_rows, budget, None if cost is None else named_cost(cost, "odb.cost"))
 
 
 def _kept(cfg: DictConfig, lengths: Lengths, limits: RowLimits) -> list[int]:

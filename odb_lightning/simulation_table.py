@@ -37,7 +37,7 @@ def print_simulation(found: Simulation, console: Console | None = None) -> None:
 
 def simulation_table(rows: list[dict[str, Any]]) -> Table:
     """A row for each l_max and loader."""
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("l_max", justify="right")
     table.add_column("loader")
     for heading, _, _ in _COLUMNS:
@@ -72,11 +72,11 @@ def _verdict(rows: list[dict[str, Any]]) -> str:
     steps = odb["steps"] / standard["steps"]
     work = standard["schedule_efficiency"] / odb["schedule_efficiency"]
     text = (
-        f"l_max {odb['l_max']:,}: f_s {odb['f_s']:.1%}; against standard, odb * makes {steps:.2f}x the steps and {work:.2f}x the "
-        "padded tokens that steps wait for"
+        f"l_max {odb['l_max']:,}: f_s {odb['f_s']:.1%}; against standard, odb * makes {steps:.2f}x the steps and {work:.2f}x "
+        "the padded tokens that steps wait for"
     )
     if odb["schedule_bound"] is not None:
         text += f"; no schedule of these shards passes {odb['schedule_bound']:.1%}"
     if odb["over_budget"] or odb["dropped"]:
-        text += f"; {odb['over_budget']:,} samples are over the budget and go out alone, {odb['dropped']:,} are dropped"
+        text += f"; samples over the budget, each alone: {odb['over_budget']:,}, dropped: {odb['dropped']:,}"
     return text

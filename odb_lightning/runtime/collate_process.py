@@ -18,7 +18,7 @@ from odb_lightning.runtime.errors import Failure, PeerFailure, RaisedFailure
 from odb_lightning.runtime.exchange import Exchange, SoloExchange
 from odb_lightning.runtime.fetch import Fetcher
 from odb_lightning.runtime.gloo import GlooExchange, has_abandoned_group
-from odb_lightning.runtime.guard import can_look_up_names, end_with_parent, exit_put_off, own_signals
+from odb_lightning.runtime.guard import can_look_up_names, end_with_parent, exit_put_off, keep_freed_memory, own_signals
 from odb_lightning.runtime.presence import Presence
 from odb_lightning.runtime.ring import BatchSender, SharedMemory
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
@@ -38,6 +38,7 @@ def collate_main(
     """Serves epochs until it is told to stop, or its parent is gone."""
     gc.freeze()  # what was inherited is not this process's to delete: it may hold threads, which stayed behind
     own_signals(in_order=True)
+    keep_freed_memory()
     os.environ[HELPER_VARIABLE] = "1"
     torch.set_num_threads(1)
     end_with_parent(stop)

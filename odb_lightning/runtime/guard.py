@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,8 @@ _ORDERLY_END_SECONDS = 10.0
 _SIGNAL_AGAIN_SECONDS = 0.05
 _RAISE_AGAIN_SECONDS = 1.0
 _LOOK_UP_SECONDS = 10.0
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_KEPT_BYTES = 2**30
 
 
 def _end() -> None:
@@ -85,6 +88,15 @@ def can_look_up_names() -> bool:
     return not thread.is_alive()
 
 
+def keep_freed_memory() -> None:
+    """Has this process keep what it frees for its next message or batch, where the C library is glibc: to map and unmap large
+    blocks each time costs more than to fill them."""
+    with contextlib.suppress(AttributeError, OSError):
+        options = ctypes.CDLL(None).mallopt
+        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            options(option, _KEPT_BYTES)
+
+
 class _OrderlyExit:
     """When the exception that ends the main thread is raised: again if it was lost, as one inside of a finaliser is."""
 
@@ -125,6 +137,7 @@ class GuardedWorkerInit:
     def __call__(self, worker_id: int) -> None:
         own_signals()
         end_with_parent()
+        keep_freed_memory()
         if self.user_init is not None:
             self.user_init(worker_id)
 
