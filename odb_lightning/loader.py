@@ -61,8 +61,8 @@ class ODBDataLoader:
     * `sharding`: how an iterable data set is split among the workers of all ranks. "loader": every process reads all of it and
       keeps its part. "dataset": it splits itself (see `current_shard`). "auto": it need not be, or it is one of Hugging Face.
     * `buffer_size`: samples in the window in which groups are formed. `max_rows`: samples of a batch at most.
-    * `alignment`: how the groups of all ranks get into the same steps. "matched": groups of like cost, the fullest first;
-      "paper": the rule of arXiv 2606.19989.
+    * `alignment`: how the groups of all ranks get into the same steps. "matched": groups of like cost; what fits badly waits for
+      better company, for eight windows at most. "paper": the rule of arXiv 2606.19989.
     * `budget`: what a row takes of `l_max`: its padded length ("tokens"), `length + length ** 2 / 24576` ("quadratic"), or a
       function of the padded length (`odb_lightning.plan.QuadraticCost`, or your own), which must not fall with it. `cost`: what
       it takes of a step's time, for the matching; by default the same.
@@ -78,6 +78,9 @@ class ODBDataLoader:
 
     A rank holds at most `buffer_size + num_workers * prefetch_factor * chunk` samples (chunk: up to 64), the collated steps of
     one exchange (16, or `accumulate` if that is more, plus `accumulate - 1` that wait for their window), and 8 batches ready.
+    In bytes: what the workers prepare lies in shared memory (a memfd: /dev/shm may be small); samples come out of it by
+    messages of a chunk, which stay whole while a sample of theirs is in the window, for two windows at most. Freed memory is
+    kept for what comes next. With samples of a megabyte, a `buffer_size` of 1024 means gigabytes: choose it accordingly.
 
     `iter()` begins the next epoch once a batch of the one before was taken; `set_epoch` names it. There is no `len`: the number
     of steps is not known before the samples are.
