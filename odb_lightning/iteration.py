@@ -31,6 +31,9 @@ class Iteration(Iterator[ODBBatch]):
             if self._process is None:
                 self._process = loader._begin_epoch()
             batch = self._receive(loader, self._process)
+        except StopIteration as error:  # of the user's sampler, say: it would look like the end of the epoch
+            self.close(error)
+            raise RuntimeError("beginning the epoch raised StopIteration") from error
         except BaseException as error:
             self.close(error)
             raise
@@ -65,7 +68,7 @@ class Iteration(Iterator[ODBBatch]):
 
     def _finish(self, loader: ODBDataLoader) -> None:
         loader._finished_at = None if loader._meeting is None else loader._meeting.address
-        loader._has_begun, loader._unfinished_epoch, loader._meeting = True, None, None
+        loader._has_begun, loader._unfinished_epoch = True, None
         self._loader, loader._iteration = None, None
         if not loader._keeps_process:
             loader.close()

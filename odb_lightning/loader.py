@@ -135,6 +135,10 @@ class ODBDataLoader:
             "quota": quota,
         }
         check_at_least_one(**{name: value for name, value in optional.items() if value is not None})
+        max_rows, max_patches, accumulate, prefetch_factor, quota = (
+            None if value is None else int(value) for value in optional.values()
+        )
+        seed = int(seed)
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ValueError(f"num_workers must be 0 or more, got {num_workers!r}")
         check_choice("mode", mode, ("join", "non_join"))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import multiprocessing
+import multiprocessing.util
 import os
 import time
 import weakref
@@ -24,9 +24,24 @@ _live: weakref.WeakSet[CollateProcess] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    # A child that still waits would make multiprocessing's own exit handler, which runs after this one, wait for ever.
     for process in list(_live):
         process.close()
+
+
+class _AtExit:
+    """Closes what is left when this process ends. Before multiprocessing waits for children, one of which would wait for ever:
+    so by its means, which are those of a child that it started, too."""
+
+    _process_id = 0
+
+    def ensure(self) -> None:
+        """Also in a process that was forked without multiprocessing, and has inherited this object."""
+        if self._process_id != os.getpid():
+            self._process_id = os.getpid()
+            multiprocessing.util.Finalize(None, _close_all, exitpriority=100)
+
+
+_at_exit = _AtExit()
 
 
 class CollateProcess:
@@ -83,9 +98,7 @@ class CollateProcess:
             for connection in (batches, requests, stop):
                 connection.close()
         self._memory.close()
-        if not _live:
-            atexit.unregister(_close_all)
-            atexit.register(_close_all)
+        _at_exit.ensure()
         _live.add(self)
 
     def begin(self, request: EpochRequest) -> None:
@@ -148,6 +161,8 @@ class CollateProcess:
 
     def stop(self) -> None:
         """Tells the process to end, without waiting for it: `close` has to follow."""
+        if self.is_inherited:
+            return
         self.is_stopping = True
         with contextlib.suppress(OSError):
             self._stop.send_bytes(b"stop")

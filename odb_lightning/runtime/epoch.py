@@ -107,7 +107,6 @@ class EpochRun:
             self._stats.rounds += 1
             if plan.outcome is Outcome.END:
                 self._check_quota()
-                self._exchange.finish()
                 break
             if plan.outcome is Outcome.PASS_END:
                 self._stats.passes += self._is_exhausted
@@ -115,6 +114,7 @@ class EpochRun:
                 continue
             self._emit_round(plan.groups)
             self._release_messages()
+        self._exchange.finish()
         self._emit(self._windows.flush())
         self._sender.send("end", self._take_stats())
 

@@ -180,12 +180,12 @@ class _ChunkStream(IterableDataset[_Chunk]):
             self._dataset.set_epoch(epoch)
 
     def _begin(self, epoch: int) -> Iterator[Any]:
-        if hasattr(self._dataset, "set_epoch") and not is_hugging_face(self._dataset):
-            self._dataset.set_epoch(epoch)
         try:
+            if hasattr(self._dataset, "set_epoch") and not is_hugging_face(self._dataset):
+                self._dataset.set_epoch(epoch)
             return iter(self._dataset)
         except StopIteration as error:
-            raise RuntimeError("the data set's __iter__ raised StopIteration") from error
+            raise RuntimeError("the data set's set_epoch or __iter__ raised StopIteration") from error
 
 
 class _Chunks(Sampler[_ChunkRequest]):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from odb_lightning import ODBDataLoader
 from odb_lightning.models import CausalLM
+from tests.multiprocess.trainers import make_trainer
 from tests.multiprocess.training_cases import Samples, make_sample, make_strategy, pad
 
 TINY = {
@@ -53,15 +54,7 @@ def evaluate(strategy: str, shards: list[list[int]]) -> dict[str, Any]:
         return ODBDataLoader(Samples(), l_max=24, collate_fn=pad_with_mask, sampler=shards[rank], num_workers=0, shuffle=False)
 
     def trainer() -> lightning.Trainer:
-        return lightning.Trainer(
-            accelerator="cpu",
-            devices=len(shards),
-            strategy=make_strategy(strategy, "token", False),
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        return make_trainer(make_strategy(strategy, "token", False), devices=len(shards))
 
     warnings.simplefilter("ignore")
     validated = trainer().validate(make_model(), loader(), verbose=False)[0]

@@ -23,6 +23,7 @@ from odb_lightning import ODBBatch, ODBDataLoader, ODBDDPStrategy, Timeouts
 from tests import loader_data
 from tests.helpers import running_members
 from tests.loader_data import Lengths, collate, raise_in_the_users_code
+from tests.multiprocess.trainers import make_trainer
 
 SHARD = 20_000
 """Samples of a rank: more than it gets through before it is ended."""
@@ -165,19 +166,12 @@ class Witness(Callback):
 
 
 def _make_trainer(notes: str, validates: bool) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
+    return make_trainer(
+        ODBDDPStrategy(),
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=ODBDDPStrategy(),
-        max_epochs=1,
-        num_sanity_val_steps=0,
         val_check_interval=STEP if validates else None,
         limit_val_batches=2 * STEP if validates else 0,
         callbacks=[Witness(notes)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
 
 
@@ -275,6 +269,27 @@ def closes_after_an_epoch() -> list[float]:
         seconds.append(time.monotonic() - begin)
     dist.barrier()
     return seconds
+
+
+def forks() -> dict[str, Any]:
+    """How a fork of the rank ends, with a loader whose processes are kept for the next epoch, and the samples of that epoch."""
+    loader = _make_loader(Lengths([4] * 40), sampler=range(40))
+    collators = {batch.data["collate_pid"] for batch in loader}
+    pid = os.fork()
+    if pid == 0:
+        raise SystemExit(0)  # by way of its interpreter, with all exit handlers
+    deadline, ended = time.monotonic() + 20, (0, 0)
+    while ended[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
+        ended = os.waitpid(pid, os.WNOHANG)
+    with loader:
+        batches = list(loader)
+    collators |= {batch.data["collate_pid"] for batch in batches}
+    return {
+        "ended": list(ended) == [pid, 0],
+        "samples": sum(batch.step.num_samples for batch in batches),
+        "collators": len(collators),
+    }
 
 
 # --- what runs out ---

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from odb_lightning import ODBDataModule, ODBDDPStrategy, ODBDeepSpeedStrategy
 from tests.loader_data import Lengths, collate
+from tests.multiprocess.trainers import make_trainer
 
 GROUP_SECONDS = 6
 """Of the training's own process group."""
@@ -69,19 +70,9 @@ class SlowToBegin(Dataset[Any]):
 
 def _fit(strategy: Any, datamodule: Any) -> list[int]:
     model = Model()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(model, datamodule=datamodule)
+        make_trainer(strategy).fit(model, datamodule=datamodule)
     return model.ids
 
 

@@ -219,6 +219,19 @@ def knobs_differ(name: str, values: list[Any]) -> dict[str, Any]:
     return _error_of(make_loader(Lengths([4] * 60), **{name: values[rank % len(values)]}))
 
 
+def data_knobs_differ(how: str) -> dict[str, Any]:
+    """What decides which samples a rank sees; no option of the loader differs but this."""
+    is_here = position()[0] == 1
+    if how == "length":
+        return _error_of(make_loader(Lengths([4] * (59 if is_here else 60))))
+    if how == "deal_sampler":
+        return _error_of(make_loader(Lengths([4] * 60), sampler=range(60), deal_sampler=is_here))
+    stream = _Stream([4] * 60, is_split=False)
+    if how == "sharding":
+        return _error_of(make_loader(stream, sharding="dataset" if is_here else "loader"))
+    return _error_of(make_loader(stream, sharding="loader", num_workers=2 if is_here else 0))
+
+
 def leaves_alone(how: str, rank_that_leaves: int) -> dict[str, Any]:
     """One rank's training loop ends early; the others go on."""
     rank, _ = position()

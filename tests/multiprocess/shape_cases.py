@@ -24,6 +24,7 @@ from tests.helpers import running_members
 from tests.loader_data import IGNORED, Lengths, collate
 from tests.loader_processes import all_end, runs
 from tests.multiprocess.loader_cases import CASE_SECONDS, guarded
+from tests.multiprocess.trainers import make_trainer
 
 WAIT_SECONDS = 20
 """On every wait of a collective or of a loader: far above what a case takes, below the limit on it."""
@@ -109,18 +110,7 @@ def data_module(train: Any = None, val: Any = None, **options: Any) -> ODBDataMo
 
 
 def trainer(loss_scaling: Any = "token", **options: Any) -> lightning.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 2,
-        "strategy": ODBDDPStrategy(loss_scaling=loss_scaling, timeout=timedelta(seconds=WAIT_SECONDS)),
-        "max_epochs": 1,
-        "num_sanity_val_steps": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return lightning.Trainer(**(defaults | options))
+    return make_trainer(ODBDDPStrategy(loss_scaling=loss_scaling, timeout=timedelta(seconds=WAIT_SECONDS)), **options)
 
 
 def ids_of(batch: dict[str, Any]) -> list[int]:

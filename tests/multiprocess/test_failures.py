@@ -243,6 +243,12 @@ class TestLeavingEarly:
             assert max(result.value) < 5, sorted(result.value)
 
 
+def test_a_fork_of_a_rank_ends_and_leaves_the_loaders_processes_alone(tmp_path: Path) -> None:
+    """Whose handlers for the exit of the interpreter know of them, as of children."""
+    (result,) = run_ranks("tests.multiprocess.failure_cases:forks", 1, tmp_path)
+    assert result.value == {"ended": True, "samples": 40, "collators": 1}, result.output
+
+
 class TestWhatRunsOut:
     def test_few_descriptors_suffice(self, tmp_path: Path) -> None:
         (result,) = run_ranks("tests.multiprocess.failure_cases:few_descriptors", 1, tmp_path)

@@ -41,6 +41,7 @@ FAILURES = [
     ["l_max", "knobs_differ", {"name": "l_max", "values": [64, 65]}],
     ["buffer_size", "knobs_differ", {"name": "buffer_size", "values": [16, 8]}],
     ["accumulate", "knobs_differ", {"name": "accumulate", "values": [1, 3]}],
+    *[[f"other {how}", "data_knobs_differ", {"how": how}] for how in ("length", "deal_sampler", "sharding", "workers")],
     ["raises alone", "leaves_alone", {"how": "raise", "rank_that_leaves": 1}],
     ["breaks alone", "leaves_alone", {"how": "break", "rank_that_leaves": 0}],
     ["after failures", "run_form", {"name": "default"}],
@@ -401,6 +402,21 @@ class TestFailures:
     ) -> None:
         for result in ranks(world_size, name):
             self.check(result, rf"{name} is {values[1]} on rank [13] and {values[0]} on rank 0")
+
+    @pytest.mark.parametrize(
+        ("how", "told"),
+        [
+            ("length", r"len\(dataset\) is 59 on rank 1 and 60 on rank 0"),
+            ("deal_sampler", "deal_sampler is True on rank 1 and False on rank 0"),
+            ("sharding", "sharding is 'dataset' on rank 1 and 'loader' on rank 0"),
+            ("workers", "num_workers is 2 on rank 1 and 1 on rank 0"),
+        ],
+    )
+    @pytest.mark.parametrize("world_size", [2, 4])
+    def test_other_data_on_another_rank_is_named_on_all(self, ranks: Ranks, world_size: int, how: str, told: str) -> None:
+        """The training process of a loader without workers reads alone, as one worker does."""
+        for result in ranks(world_size, f"other {how}"):
+            self.check(result, f"rank 1 failed in comparing the loader's options .*{told}; every rank has to be given the same")
 
     @pytest.mark.parametrize(("name", "leaver"), [("raises alone", 1), ("breaks alone", 0)])
     @pytest.mark.parametrize("world_size", [2, 4])

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from odb_lightning import ODBDataLoader, ODBDDPStrategy, ODBDeepSpeedStrategy
 from odb_lightning.batch import StepInfo
+from tests.multiprocess.trainers import make_trainer
 
 VOCABULARY = 17
 LEARNING_RATE, MOMENTUM = 0.2, 0.9
@@ -159,18 +160,13 @@ def fit(
         Samples(), l_max=l_max, collate_fn=pad, sampler=shards[rank], num_workers=0, buffer_size=16, num_supervised_fn=count
     )
     model = Model()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
+        make_strategy(strategy, loss_scaling, is_cheap),
         devices=len(shards),
-        strategy=make_strategy(strategy, loss_scaling, is_cheap),
         max_epochs=max_epochs,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
         limit_train_batches=limit,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -204,6 +204,15 @@ class TestFromDataModule:
         assert other == "not a loader"
         assert type(module.test_dataloader()) is DataLoader
 
+    def test_what_is_meant_for_training_does_not_reach_validation(self) -> None:
+        """In non-join a validation would begin its samples anew, or leave some out; in windows it has no step."""
+        module = self.converted(mode="non_join", quota=7, accumulate=2)
+        train, (val, _) = module.train_dataloader(), module.val_dataloader()
+        assert [(x._options["mode"], x._options["quota"], x.accumulate) for x in (train, val)] == [
+            ("non_join", 7, 2),
+            ("join", None, None),
+        ]
+
     def test_the_users_own_methods_and_state_stay(self) -> None:
         module = self.converted()
         assert isinstance(module, UsersData)
@@ -248,6 +257,11 @@ class TestODBDataModule:
         assert module.val_l_max == 8
         assert views(module.train_dataloader()) == [3, 3]
         assert views(module.val_dataloader()) == [0, 1]
+
+    def test_validation_is_never_in_non_join(self) -> None:
+        module = ODBDataModule(DATA, Lengths([1, 2]), l_max=8, mode="non_join", quota=9)
+        options = [loader._options for loader in (module.train_dataloader(), module.val_dataloader())]
+        assert [(loader["mode"], loader["quota"]) for loader in options] == [("non_join", 9), ("join", None)]
 
     def test_a_sampler_that_is_dealt_out_does_not_break_validation(self) -> None:
         module = ODBDataModule(DATA, Lengths([1, 2]), l_max=8, sampler=[3, 2], deal_sampler=True)

@@ -16,7 +16,7 @@ from odb_lightning import Timeouts
 from odb_lightning.runtime.errors import Failure, ODBLoaderError, PeerFailure
 from odb_lightning.runtime.gloo import GlooExchange
 from odb_lightning.runtime.meeting import Meeting
-from odb_lightning.runtime.presence import LEFT, Presence
+from odb_lightning.runtime.presence import FINISHED, LEFT, Presence
 from odb_lightning.runtime.settings import StoreAddress
 
 pytestmark = pytest.mark.timeout(60)
@@ -135,6 +135,34 @@ def test_the_first_failure_published_is_what_all_are_told(pair: Pair) -> None:
     theirs.close()
     with pytest.raises(PeerFailure, match=r"^rank 1 failed in its training loop: ValueError: first\n\nOriginal traceback"):
         result.result(20)
+
+
+def test_a_rank_that_has_finished_is_neither_late_nor_dead_nor_gone(pair: Pair) -> None:
+    """Its training process may be batches behind, and fail, or not take them for long."""
+    ours, theirs = pair.met()
+    ours._peers.look()
+    assert ours._peers.stale(0.0) == [1], "of one that is under way a silence counts"
+    pair.both(GlooExchange.finish)
+    for silence in (theirs.leave, theirs.close, theirs.close):
+        silence()
+        assert theirs.presence.phase == FINISHED
+        ours._peers.look()
+        assert (ours._peers.stale(0.0), ours._peers.left()) == ([], [])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_has_finished_hears_of_a_failure_in_the_tail(pair: Pair, victim: int) -> None:
+    exchanges = pair.met()
+    pair.both(GlooExchange.finish)
+    pair.both(GlooExchange.leave)
+    trainer = Meeting(pair.address, victim, 2)
+    trainer.connect(5.0)
+    assert trainer.tell(Failure("its training loop", "ValueError: late")) is None, "nobody else was first"
+    deadline = time.monotonic() + 20
+    while exchanges[1 - victim].heard() is None and time.monotonic() < deadline:
+        threading.Event().wait(0.05)
+    assert exchanges[1 - victim].heard() == f"rank {victim} failed in its training loop: ValueError: late"
+    assert exchanges[victim].heard() is None, "its own"
 
 
 def test_a_rank_that_never_comes_is_named_and_one_that_is_under_way_with_what_it_does(pair: Pair) -> None:

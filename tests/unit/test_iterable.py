@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Iterator
 from multiprocessing import get_context
+from types import ModuleType
 from typing import Any
 
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
 from odb_lightning import ODBDataLoader, ODBLoaderError, current_shard
-from odb_lightning.sharding import check_sharding, is_split, split_among_ranks
+from odb_lightning.sharding import check_sharding, is_hugging_face, is_split, split_among_ranks
 from tests.loader_data import make_loader, plain_list, raise_in_the_users_code
 from tests.loader_processes import no_process_is_left  # noqa: F401  (a fixture)
 
@@ -186,6 +188,18 @@ def test_an_error_in_the_iteration_is_told_with_its_position(num_workers: int) -
         epoch_ids(stream_loader(Stream(), num_workers=num_workers, length_fn=lambda sample: None))
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_set_that_cant_begin_has_failed_and_is_not_at_its_end(num_workers: int) -> None:
+    class Stops(Stream):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([next(iter(()))])  # a StopIteration: there is no first file, say
+
+    with pytest.raises(
+        ODBLoaderError, match=r"at sample 0 \(shard 0 of 1\): RuntimeError: the data set's set_epoch or __iter__ raised StopIteration"
+    ):
+        epoch_ids(stream_loader(Stops(), num_workers=num_workers))
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_non_join_begins_a_stream_anew_until_the_quota(num_workers: int) -> None:
     options = {"mode": "non_join", "quota": 100, "num_workers": num_workers, "sharding": "loader"}
@@ -233,6 +247,32 @@ class TestHuggingFace:
             first, second = epoch_ids(loader), epoch_ids(loader)
         assert first != second
         assert sorted(first) == sorted(second) == list(range(40))
+
+
+class TestAPackageOfTheUsersOwnNamedDatasets:
+    """Which a project may well have: nothing in it is taken for Hugging Face's."""
+
+    @pytest.fixture(params=["nothing", "torch's", "its own", "a function"])
+    def dataset(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+        package = ModuleType("datasets")
+        kinds: dict[str, Any] = {"torch's": IterableDataset, "its own": Stream, "a function": lambda: Stream()}
+        if request.param in kinds:
+            package.IterableDataset = kinds[request.param]  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "datasets", package)
+        return Epochs()
+
+    def test_it_is_not_taken_to_split_itself(self, dataset: Any) -> None:
+        assert not is_hugging_face(dataset)
+        assert split_among_ranks(dataset, "auto", 1, 2) is dataset
+        with pytest.raises(ValueError, match=r"2 processes .* would each read the whole Epochs"):
+            stream_loader(dataset, num_workers=2)
+
+    def test_its_samples_come_once_and_it_is_told_the_epoch(self, dataset: Any) -> None:
+        with stream_loader(dataset) as loader:
+            loader.set_epoch(3)
+            samples = [sample for batch in loader for sample in batch.data]
+        assert sorted(sample["id"] for sample in samples) == list(range(40))
+        assert {sample["epoch"] for sample in samples} == {3}
 
 
 def test_outside_of_a_loader_there_is_one_shard() -> None:

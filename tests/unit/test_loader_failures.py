@@ -151,6 +151,15 @@ class TestErrorsInTheUsersCode:
         for options in ({"length_fn": stops}, {"collate_fn": stops}, {"length_fn": stops, "num_workers": 0}):
             assert "StopIteration" in failure_of(make_loader(Lengths(LENGTHS), **options))
 
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    def test_a_data_set_that_raises_stop_iteration_has_failed(self, num_workers: int) -> None:
+        class Stops(Lengths):
+            def __getitem__(self, index: int) -> dict[str, Any]:
+                return super().__getitem__(index) if index != 37 else next(iter(()))
+
+        text = failure_of(make_loader(Stops(LENGTHS), num_workers=num_workers))
+        assert text.startswith("rank 0 failed in dataset[37]: StopIteration\n")
+
     def test_the_loader_can_be_used_again(self) -> None:
         dataset = Fails(LENGTHS, at=37)
         loader = make_loader(dataset)

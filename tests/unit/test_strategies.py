@@ -1,7 +1,10 @@
-"""What an ODB strategy refuses, and what it says, on one device."""
+"""What an ODB strategy refuses, what it says, and what it tells the trainer, on one device."""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch.utils.data import DataLoader
 
 from odb_lightning import ODBDataLoader, ODBDDPStrategy, ODBSingleDeviceStrategy
+from odb_lightning.strategies.unwrapping import unwrapping
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -123,3 +127,101 @@ def test_a_resume_inside_an_epoch_says_that_samples_are_trained_again(tmp_path: 
     make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saves]).fit(Model(), make_loader())
     with pytest.warns(UserWarning, match="lies inside epoch 0"):
         make_trainer(tmp_path).fit(Model(), make_loader(), ckpt_path=tmp_path / "step=2.ckpt")
+
+
+class TestALimitAboveTheStepsOfAnEpoch:
+    """The trainer takes an integer limit for the number of batches (PL#10290)."""
+
+    class Watching(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[tuple[float, bool]] = []
+            self.validated = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            progress = self.trainer.fit_loop.epoch_loop.batch_progress
+            self.told.append((self.trainer.num_training_batches, progress.is_last_batch))
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.validated += 1
+
+    def fit(self, folder: Path, **options: Any) -> tuple[Watching, lightning.Trainer]:
+        """Eight steps an epoch."""
+        model, trainer = self.Watching(), make_trainer(folder, max_epochs=2, num_sanity_val_steps=0, **options)
+        trainer.fit(model, make_loader(max_rows=1), make_loader(max_rows=1, shuffle=False))
+        return model, trainer
+
+    def test_the_trainer_names_the_limit_and_knows_the_last_batch(self, tmp_path: Path) -> None:
+        model, _ = self.fit(tmp_path, limit_train_batches=50)
+        assert model.told == [(50, step == 7) for _ in range(2) for step in range(8)]
+
+    def test_all_steps_are_trained_and_validated_after(self, tmp_path: Path) -> None:
+        model, trainer = self.fit(tmp_path, limit_train_batches=50, accumulate_grad_batches=3)
+        assert model.seen == [(epoch, step) for epoch in range(2) for step in range(8)]
+        assert trainer.global_step == 2 * 3, "the short window at the end of each epoch, too"
+        assert (trainer.current_epoch, model.validated) == (2, 16)
+
+    def test_without_a_limit_the_number_is_unknown(self, tmp_path: Path) -> None:
+        model, trainer = self.fit(tmp_path)
+        assert [number for number, _ in model.told] == [float("inf")] * 16
+        assert (trainer.global_step, model.validated) == (16, 16)
+
+    @pytest.mark.parametrize("marks_last", [False, True])
+    def test_the_last_batch_of_an_epoch_is_known_once_it_is_there_and_not_before(self, marks_last: bool) -> None:
+        with make_loader(max_rows=1) as inner:
+            loader = unwrapping(inner, lambda: 0, marks_last)
+            for _ in range(2):
+                known = [loader.last for _ in loader]
+                assert known[:-1] == [None] * 7
+                assert known[-1] is (loader.infos[-1] if marks_last else None)
+
+
+class TestSigterm:
+    """As a process gets it that is no rank of a launcher's. On ranks: tests/multiprocess/test_failures.py."""
+
+    @pytest.fixture
+    def received(self) -> Iterator[list[int]]:
+        """What a handler of the user's own was called with; it returns."""
+        received: list[int] = []
+
+        def handler(number: int, _: Any) -> None:
+            received.append(number)
+
+        before = signal.signal(signal.SIGTERM, handler)
+        yield received
+        assert signal.getsignal(signal.SIGTERM) is handler, "put back at the end of the run"
+        signal.signal(signal.SIGTERM, before)
+
+    def test_a_handler_of_the_users_own_is_called_and_the_run_ends_all_the_same(
+        self, tmp_path: Path, received: list[int]
+    ) -> None:
+        class Terminated(Model):
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                if batch_idx == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return super().training_step(batch, batch_idx)
+
+        model = Terminated()
+        with pytest.raises(SystemExit) as ended:
+            make_trainer(tmp_path).fit(model, make_loader())
+        assert ended.value.code == 128 + signal.SIGTERM
+        assert received == [signal.SIGTERM]
+        assert model.seen == [(0, 0)], "at once"
+
+    @pytest.mark.parametrize("loop", ["validate", "test", "predict", "fit"])
+    def test_before_the_first_batch(self, tmp_path: Path, received: list[int], loop: str) -> None:
+        class Terminating:
+            def __iter__(self) -> Iterator[int]:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return iter(range(8))
+
+        model = Model()
+        if loop != "fit":
+            step = "validation_step" if loop == "validate" else f"{loop}_step"
+            setattr(model, step, lambda batch, batch_idx: model.seen.append((0, batch_idx)))
+        with pytest.raises(SystemExit) as ended:
+            getattr(make_trainer(tmp_path), loop)(model, make_loader(sampler=Terminating()))
+        assert ended.value.code == 128 + signal.SIGTERM
+        assert received == [signal.SIGTERM]
+        assert model.seen == []
