@@ -16,7 +16,13 @@ _is_helper = multiprocessing.current_process().name == HELPER_PROCESS_NAME or HE
 
 if TYPE_CHECKING or not _is_helper:
     from odb_lightning.datamodule import ODBDataModule
-    from odb_lightning.strategies import ODBDDPStrategy, ODBDeepSpeedStrategy, ODBSingleDeviceStrategy, ODBStrategyMixin
+    from odb_lightning.strategies import (
+        ODBDDPStrategy,
+        ODBDeepSpeedStrategy,
+        ODBModelParallelStrategy,
+        ODBSingleDeviceStrategy,
+        ODBStrategyMixin,
+    )
 else:
 
     def __getattr__(name: str) -> Any:
@@ -36,6 +42,7 @@ __all__ = [
     "ODBDataModule",
     "ODBDeepSpeedStrategy",
     "ODBLoaderError",
+    "ODBModelParallelStrategy",
     "ODBSingleDeviceStrategy",
     "ODBStrategyMixin",
     "ShardedSampler",

@@ -61,8 +61,8 @@ class ODBDataLoader:
     * `sharding`: how an iterable data set is split among the workers of all ranks. "loader": every process reads all of it and
       keeps its part. "dataset": it splits itself (see `current_shard`). "auto": it need not be, or it is one of Hugging Face.
     * `buffer_size`: samples in the window in which groups are formed. `max_rows`: samples of a batch at most.
-    * `alignment`: how the groups of all ranks get into the same steps. "matched": groups of like cost; what fits badly waits for
-      better company, for eight windows at most. "paper": the rule of arXiv 2606.19989.
+    * `alignment`: how the groups of all ranks get into the same steps. "matched": groups of like cost; what fits badly waits
+      for better company, for about eight windows at most. "paper": the rule of arXiv 2606.19989.
     * `budget`: what a row takes of `l_max`: its padded length ("tokens"), `length + length ** 2 / 24576` ("quadratic"), or a
       function of the padded length (`odb_lightning.plan.QuadraticCost`, or your own), which must not fall with it. `cost`: what
       it takes of a step's time, for the matching; by default the same.

@@ -12,9 +12,11 @@ import lightning
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-from odb_lightning import ODBDataLoader, ODBDDPStrategy, ODBDeepSpeedStrategy
+from odb_lightning import ODBDataLoader, ODBDDPStrategy, ODBDeepSpeedStrategy, ODBModelParallelStrategy
 from odb_lightning.batch import StepInfo
 from tests.multiprocess.trainers import make_trainer
 
@@ -68,11 +70,19 @@ def token_losses(network: nn.Module, batch: dict[str, Tensor], reduction: str) -
 class Model(lightning.LightningModule):
     """Knows nothing of idle steps or of the loader."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_sharded: bool = False) -> None:
         super().__init__()
         self.network = make_network()
+        self.is_sharded = is_sharded
         self.infos: list[StepInfo] = []
         self.batch_keys: set[str] = set()
+
+    def configure_model(self) -> None:
+        if self.is_sharded and not isinstance(self.network, FSDPModule):
+            for part in self.network:
+                if isinstance(part, nn.Linear):
+                    fully_shard(part, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.batch_keys |= set(batch)
@@ -103,6 +113,9 @@ def _whole(parameters: list[nn.Parameter]) -> Tensor:
 
         with deepspeed.zero.GatheredParameters(parameters):
             return torch.cat([parameter.detach().flatten().clone() for parameter in parameters])
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        assert all(isinstance(parameter, DTensor) for parameter in parameters), "left unsharded"
+        return torch.cat([parameter.detach().full_tensor().flatten() for parameter in parameters])
     return torch.cat([parameter.detach().flatten().clone() for parameter in parameters])
 
 
@@ -133,6 +146,9 @@ def _cheap_zero(strategy: type) -> type:
 
 def make_strategy(name: str, loss_scaling: str, is_cheap: bool) -> Any:
     limit = timedelta(seconds=40)
+    if name == "fsdp2":
+        cls = _cheap_zero(ODBModelParallelStrategy) if is_cheap else ODBModelParallelStrategy
+        return cls(loss_scaling=loss_scaling, timeout=limit)
     if name == "ddp":
         cls = _cheap_zero(ODBDDPStrategy) if is_cheap else ODBDDPStrategy
         return cls(loss_scaling=loss_scaling, timeout=limit)
@@ -159,7 +175,7 @@ def fit(
     loader = ODBDataLoader(
         Samples(), l_max=l_max, collate_fn=pad, sampler=shards[rank], num_workers=0, buffer_size=16, num_supervised_fn=count
     )
-    model = Model()
+    model = Model(is_sharded=strategy == "fsdp2")
     trainer = make_trainer(
         make_strategy(strategy, loss_scaling, is_cheap),
         devices=len(shards),
@@ -187,14 +203,15 @@ def fit(
         "batch_keys": sorted(model.batch_keys),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "optimizer_state": _state_size(trainer.optimizers[0]),
-        "zero_stage": trainer.strategy.deepspeed_engine.zero_optimization_stage() if strategy != "ddp" else None,
+        "zero_stage": trainer.strategy.deepspeed_engine.zero_optimization_stage() if strategy.startswith("zero") else None,
     }
 
 
 def _state_size(optimizer: Any) -> int:
     """Elements of the optimizer's state on this rank."""
     inner = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed's wraps the user's
-    return sum(value.numel() for state in inner.state.values() for value in state.values() if isinstance(value, Tensor))
+    values = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum((value.to_local() if isinstance(value, DTensor) else value).numel() for value in values)
 
 
 def _flat(network: nn.Module) -> Tensor:
