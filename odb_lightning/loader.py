@@ -25,7 +25,7 @@ from odb_lightning.loader_options import (
     refuse_unknown,
     start_method_of,
 )
-from odb_lightning.plan.costs import RowCost, named_cost
+from odb_lightning.plan.costs import RowCost, RowLimits, named_cost
 from odb_lightning.plan.rounds import ALIGNMENTS, Alignment
 from odb_lightning.runtime.client import CollateProcess
 from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised, check_rule
@@ -62,7 +62,8 @@ class ODBDataLoader:
       keeps its part. "dataset": it splits itself (see `current_shard`). "auto": it need not be, or it is one of Hugging Face.
     * `buffer_size`: samples in the window in which groups are formed. `max_rows`: samples of a batch at most.
     * `alignment`: how the groups of all ranks get into the same steps. "matched": groups of like cost; what fits badly waits
-      for better company, for about eight windows at most. "paper": the rule of arXiv 2606.19989.
+      for better company, for about eight windows at most. "paper": the rule of arXiv 2606.19989, which makes fewer steps where
+      the window holds few batches.
     * `budget`: what a row takes of `l_max`: its padded length ("tokens"), `length + length ** 2 / 24576` ("quadratic"), or a
       function of the padded length (`odb_lightning.plan.QuadraticCost`, or your own), which must not fall with it. `cost`: what
       it takes of a step's time, for the matching; by default the same.
@@ -126,7 +127,8 @@ class ODBDataLoader:
         refuse_unknown(unknown, LOADER_OPTIONS)
         check_at_least_one(l_max=l_max, buffer_size=buffer_size)
         l_max, buffer_size = int(l_max), int(buffer_size)
-        check_kinds(collate_fn=collate_fn, length_fn=length_fn, worker_init_fn=worker_init_fn, timeouts=timeouts, seed=seed)
+        functions = {"length_fn": length_fn, "worker_init_fn": worker_init_fn, "patches_fn": patches_fn}
+        check_kinds(collate_fn=collate_fn, timeouts=timeouts, seed=seed, **functions)
         optional = {
             "max_rows": max_rows,
             "max_patches": max_patches,
@@ -145,6 +147,10 @@ class ODBDataLoader:
         check_choice("sharding", sharding, ("auto", "loader", "dataset"))
         check_choice("alignment", alignment, ALIGNMENTS)
         check_patches(patches_fn, max_patches, alignment)
+        if cost is not None and alignment == "paper":
+            warnings.warn("cost is ignored with alignment='paper', which does not match costs", stacklevel=2)
+        budget, cost = named_cost(budget, "budget"), None if cost is None else named_cost(cost, "cost")
+        RowLimits(l_max, max_rows, budget, cost)
         check_choice("oversize", oversize, ("emit", "drop", "error"))
         check_choice("empty", empty, ("drop", "error"))
         check_rule(num_supervised_fn)
@@ -195,8 +201,8 @@ class ODBDataLoader:
             "buffer_size": buffer_size,
             "max_rows": max_rows,
             "alignment": alignment,
-            "budget": named_cost(budget, "budget"),
-            "cost": None if cost is None else named_cost(cost, "cost"),
+            "budget": budget,
+            "cost": cost,
             "patches_fn": patches_fn,
             "max_patches": max_patches,
             "oversize": oversize,

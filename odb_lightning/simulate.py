@@ -84,7 +84,7 @@ def _check(cfg: DictConfig) -> list[int]:
         raise ConfigError(f"{missing[0]} is missing: give {missing[0]}=...")
     if cfg.odb.max_patches is not None or cfg.odb.patches_fn is not None:
         raise ConfigError("odb.max_patches and odb.patches_fn cannot be used: lengths say nothing of patches")
-    budgets: list[int] = list(cfg.l_max) if OmegaConf.is_list(cfg.l_max) else [cfg.l_max]
+    budgets: list[int] = list(dict.fromkeys(cfg.l_max)) if OmegaConf.is_list(cfg.l_max) else [cfg.l_max]
     if not budgets:
         raise ConfigError("l_max=[] cannot be used: give an integer, or a list of them")
     try:

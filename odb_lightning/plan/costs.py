@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 RowCost = Callable[[int], float]
-"""The cost of one row, padded to the given length, in units fine enough to be rounded; must not fall with the length."""
+"""The cost of one row, padded to the given length, in any unit; must be positive, and not fall with the length."""
+
+_LARGEST = 2**40
+"""Of lengths, patches and costs: sums and products of them have to be whole numbers of 64 bits."""
+_FINE, _SCALED = 2**10, 2**24
 
 
 def tokens(length: int) -> int:
@@ -52,11 +58,15 @@ def named_cost(choice: str | RowCost, option: str) -> RowCost:
     return choice
 
 
-def describe_cost(cost: RowCost) -> str:
-    """The same for functions that are the same on two ranks."""
-    if isinstance(cost, QuadraticCost):
-        return repr(cost)
-    return str(getattr(cost, "__qualname__", type(cost).__qualname__))
+def describe_cost(cost: RowCost, l_max: int) -> str:
+    """The same for functions that are the same on two ranks, as far as can be seen: what it gives for some lengths."""
+    if cost is tokens or isinstance(cost, QuadraticCost):
+        return "tokens" if cost is tokens else repr(cost)
+    return f"{getattr(cost, '__qualname__', type(cost).__qualname__)}: {[f'{cost(n):.6g}' for n in _some_lengths(l_max)]}"
+
+
+def _some_lengths(l_max: int) -> list[int]:
+    return [2**power for power in range(l_max.bit_length())]
 
 
 class RowLimits:
@@ -66,29 +76,69 @@ class RowLimits:
     """
 
     def __init__(self, l_max: int, max_rows: int | None = None, budget: RowCost = tokens, cost: RowCost | None = None) -> None:
-        """Raises ValueError for `l_max` or `max_rows` below 1."""
-        if l_max < 1:
-            raise ValueError(f"l_max must be at least 1 token, got {l_max}")
+        """Raises ValueError for `l_max` or `max_rows` below 1 or too large, and for a budget or a cost that is no positive
+        number, or falls, at some lengths up to `l_max`."""
+        if not 1 <= l_max <= _LARGEST:
+            raise ValueError(f"l_max must be at least 1 token, got {l_max}" if l_max < 1 else f"l_max={l_max} is too large")
         if max_rows is not None and max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         self.l_max = l_max
         self._max_rows = max_rows
         self._budget = budget
         self._cost = budget if cost is None else cost
+        self._cost_option = "budget" if cost is None else "cost"
         self._known: dict[int, tuple[int, int]] = {}
+        self._units: list[tuple[int, float]] = []
+        """Lengths seen, ascending, and what the budget takes for them."""
+        largest = self._value(self._cost_option, self._cost, l_max)
+        self._scale = 1.0 if _FINE <= largest <= _LARGEST or self._cost is tokens else _SCALED / largest
+        if budget is not tokens or cost is not None:
+            for length in _some_lengths(l_max):
+                self(length)
 
     def is_oversize(self, length: int) -> bool:
         """Whether a single row of this length is over the budget."""
-        return self._budget(length) > self.l_max
+        return self._value("budget", self._budget, length) > self.l_max
+
+    def describe(self, length: int) -> str:
+        """What a row of this length takes."""
+        if self._budget is tokens:
+            return f"has length {length}, over l_max={self.l_max}"
+        return f"has length {length}, which takes {self._budget(length):,.6g} of a budget of l_max={self.l_max}"
 
     def __call__(self, length: int) -> tuple[int, int]:
-        """Rows at most, and the cost of each. Raises ValueError for a length or a cost that is not positive."""
+        """Rows at most, and the cost of each. Raises ValueError for a length, a budget or a cost that can't be."""
         if length in self._known:
             return self._known[length]
-        unit, cost = self._budget(length), self._cost(length)
-        for value in (length, unit, cost):
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"a length and what it costs must be positive, got {value!r} for length {length}")
+        if not 1 <= length <= _LARGEST:
+            raise ValueError(f"a length must be from 1 to {_LARGEST}, got {length}")
+        unit = self._value("budget", self._budget, length)
+        self._check_does_not_fall(length, unit)
+        cost = min(self._scale * self._value(self._cost_option, self._cost, length), _LARGEST)
         rows = max(int(self.l_max // unit), 1)
         self._known[length] = (rows if self._max_rows is None else min(rows, self._max_rows), max(round(cost), 1))
         return self._known[length]
+
+    def _value(self, option: str, function: RowCost, length: int) -> float:
+        if function is tokens:
+            return length
+        try:
+            value = float(function(length))
+        except Exception as error:
+            raise ValueError(f"{option} failed for a row of length {length}: {type(error).__name__}: {error}") from error
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{option} gave {value} for a row of length {length}: it has to give a positive number")
+        return value
+
+    def _check_does_not_fall(self, length: int, unit: float) -> None:
+        if self._budget is tokens:
+            return
+        place = bisect.bisect_left(self._units, (length,))
+        neighbours = [*self._units[max(place - 1, 0) : place], (length, unit), *self._units[place : place + 1]]
+        for (shorter, less), (longer, more) in pairwise(neighbours):
+            if less > more:
+                raise ValueError(
+                    f"budget falls from {less:g} for a row of length {shorter} to {more:g} for one of length {longer}; it must "
+                    "not, as the longest row decides what a batch takes"
+                )
+        self._units.insert(place, (length, unit))

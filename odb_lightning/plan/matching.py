@@ -160,19 +160,15 @@ def _sizes(window: SortedWindow) -> Ints:
 class _Choice:
     """The samples left in a round, and what each group of them would be worth."""
 
-    _TICKET, _COST, _WORTH, _SIZE, _PATCHES = range(5)
-    _SCALE = 1024
-    """Of worth, so that it stays a whole number."""
-
     def __init__(self, window: SortedWindow, now: int, latest: int) -> None:
         sizes = _sizes(window)
         waited = (now - window.tickets) / latest
-        worth = (self._SCALE * window.cost * (1.0 + _WORTH_OF_WAITING * waited)).astype(np.int64)
+        self._worth = window.cost * (1.0 + _WORTH_OF_WAITING * waited)
         patches = np.zeros_like(sizes) if window.patches is None else window.patches
-        self._samples = np.stack((window.tickets, window.cost, worth, sizes, patches))
+        self._samples = np.stack((window.tickets, window.cost, sizes, patches))
         self._max_patches = None if window.patches is None else window.max_patches
         self._positions = np.arange(len(window) + 1)
-        self._sums = np.zeros(len(window) + 1, dtype=np.int64)
+        self._sums = np.zeros(len(window) + 1)
         self._late = now - latest
         self._has_late = bool((window.tickets < self._late).any())
 
@@ -181,13 +177,14 @@ class _Choice:
 
     def take(self, start: int, size: int) -> list[int]:
         """The tickets of a group, which is not there any more."""
-        tickets: list[int] = self._samples[self._TICKET, start : start + size].tolist()
+        tickets: list[int] = self._samples[0, start : start + size].tolist()
         self._samples = np.concatenate((self._samples[:, :start], self._samples[:, start + size :]), axis=1)
+        self._worth = np.concatenate((self._worth[:start], self._worth[start + size :]))
         return tickets
 
     def best(self, cost: int) -> tuple[int, int]:
         """Begin and size of the group within `cost` that is worth most; one with the oldest sample in it, if that is late."""
-        tickets, costs, worth, sizes, patches = self._samples
+        tickets, costs, sizes, patches = self._samples
         number, positions = len(self), self._positions[: len(self)]
         sizes = np.minimum(sizes, number - positions)
         if self._max_patches is not None:
@@ -202,12 +199,10 @@ class _Choice:
                 if not fits.any():
                     return oldest, int(sizes[oldest])
         if not fits.any():
-            fits = within >= 1
-            if not fits.any():
-                return number - 1, 1
+            return number - 1, 1
         sums = self._sums[: number + 1]
-        np.cumsum(worth, out=sums[1:])
-        start = int(np.argmax(np.where(fits, sums[positions + within] - sums[:-1], -1)))
+        np.cumsum(self._worth, out=sums[1:])
+        start = int(np.argmax(np.where(fits, sums[positions + within] - sums[:-1], -1.0)))
         return start, int(within[start])
 
 

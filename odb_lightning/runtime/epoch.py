@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -151,9 +152,7 @@ class EpochRun:
         self._exchange.presence.note("fetching samples")
         while not self._is_exhausted:
             if self._next is None:
-                # In non-join, whether a rank has finished decides for all, and must not wait for room: one sample ahead.
-                if self._planner.room <= 0 and self._planner.joins:
-                    return
+                # Also where the window is full: that a rank has no more is for all to know, and must not wait for room.
                 self._next = self._next_kept()
             if self._next is None:
                 self._is_exhausted = True
@@ -175,6 +174,12 @@ class EpochRun:
 
     def _is_kept(self, observed: Observed) -> bool:
         length, stats, settings = observed.length, self._stats, self._settings
+        where = f"dataset[{observed.sample_id!r}]"
+        if length > 0:
+            try:
+                self._limits(length)
+            except ValueError as wrong:
+                raise RaisedFailure(Failure.of(wrong, where, observed.sample_id)) from wrong
         stats.length_count += 1
         stats.length_sum += length
         stats.length_sum_squares += length * length
@@ -182,13 +187,12 @@ class EpochRun:
         if length == 0:
             reason, policy, fault = "empty", settings.empty, "has length 0"
         elif self._limits.is_oversize(length):
-            reason, policy, fault = "oversize", settings.oversize, f"has length {length}, over l_max={settings.l_max}"
+            reason, policy, fault = "oversize", settings.oversize, self._limits.describe(length)
         elif settings.max_patches is not None and observed.patches > settings.max_patches:
             reason, policy = "oversize", settings.oversize
             fault = f"has {observed.patches} patches, over max_patches={settings.max_patches}"
         else:
             return True
-        where = f"dataset[{observed.sample_id!r}]"
         if policy == "error":
             error = f"it {fault}, and the policy is {reason}='error'"
             raise RaisedFailure(Failure(where, error, sample_id=observed.sample_id))
@@ -207,7 +211,8 @@ class EpochRun:
         for ticket in list(itertools.takewhile(lambda ticket: ticket < late, self._held)):
             if ticket >= self._num_released:
                 observed = self._held[ticket]
-                self._held[ticket] = observed._replace(sample=unpack_samples(pack_samples([observed.sample]))[0])
+                with contextlib.suppress(Exception):  # what can't be packed a second time stays where it is
+                    self._held[ticket] = observed._replace(sample=unpack_samples(pack_samples([observed.sample]))[0])
         self._num_released = max(late, self._num_released)
 
     def _emit_round(self, groups: list[list[int]]) -> None:

@@ -17,8 +17,11 @@ from odb_lightning.runtime.guard import GuardedWorkerInit, TimeLimit
 from odb_lightning.runtime.ring import SharedMemory
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
 from odb_lightning.runtime.settings import EpochRequest, LoaderSettings
-from odb_lightning.runtime.slab import Slab, make_slabs
+from odb_lightning.runtime.slab import Slab, Slabs, make_slabs
 from odb_lightning.sharding import Shard, is_hugging_face, is_iterable, set_current_shard, split_among_ranks
+
+_LARGEST = 2**40
+"""Of what is counted of a sample."""
 
 
 class Observed(NamedTuple):
@@ -52,7 +55,7 @@ class _Chunk(NamedTuple):
 class _ChunkSource(Dataset[_Chunk]):
     """Fetches and observes the samples of one message. Runs in the workers."""
 
-    def __init__(self, settings: LoaderSettings, slabs: Sequence[SharedMemory]) -> None:
+    def __init__(self, settings: LoaderSettings, slabs: Slabs | None) -> None:
         self.dataset = settings.dataset
         self._settings = settings
         self._pack = _Packing(slabs)
@@ -92,6 +95,8 @@ def _count(option: str, function: Callable[[Any], int], meaning: str, sample: An
         count = operator.index(function(sample))
         if count < 0:
             raise ValueError(f"{option} returned {count}; {meaning}, 0 or more")
+        if count > _LARGEST:
+            raise ValueError(f"{option} returned {count}, which is too large")
         return count
     except Exception as error:
         raise RaisedFailure(Failure.of(error, f"{option} for dataset[{sample_id!r}]", sample_id)) from error
@@ -100,7 +105,7 @@ def _count(option: str, function: Callable[[Any], int], meaning: str, sample: An
 class _Packing:
     """Makes messages. In a worker, the bytes of samples go into its slab."""
 
-    def __init__(self, slabs: Sequence[SharedMemory]) -> None:
+    def __init__(self, slabs: Slabs | None) -> None:
         self._slabs = slabs
         self._slab: Slab | None = None
 
@@ -108,8 +113,8 @@ class _Packing:
         self, sample_ids: Sequence[Hashable], sizes: list[_Size], samples: list[Any], failure: Failure | None
     ) -> _Chunk:
         worker = get_worker_info()
-        if worker is not None and self._slab is None:
-            self._slab = Slab(self._slabs[worker.id], worker.id)
+        if worker is not None and self._slabs is not None and self._slab is None:
+            self._slab = Slab(self._slabs, worker.id)
         try:
             packed = pack_samples(samples) if self._slab is None else pack_samples(samples, self._slab.new_bytes)
         except Exception as error:
@@ -124,7 +129,7 @@ class _ChunkStream(IterableDataset[_Chunk]):
     A sample's identity is its position in the stream; where each process reads a stream of its own, (shard, position).
     """
 
-    def __init__(self, settings: LoaderSettings, current: SharedMemory, slabs: Sequence[SharedMemory]) -> None:
+    def __init__(self, settings: LoaderSettings, current: SharedMemory, slabs: Slabs | None) -> None:
         self._settings = settings
         self._pack = _Packing(slabs)
         self._dataset = split_among_ranks(settings.dataset, settings.sharding, settings.rank, settings.world_size)

@@ -102,7 +102,8 @@ class LoaderSettings:
             "shuffle",
         )
         knobs = {name: getattr(self, name) for name in (*names, "seed", "world_size")}
-        return knobs | {"budget": describe_cost(self.budget), "cost": describe_cost(self.cost or self.budget)}
+        costs = {"budget": self.budget, "cost": self.cost or self.budget}
+        return knobs | {name: describe_cost(cost, self.l_max) for name, cost in costs.items()}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import signal
 import subprocess
 import threading
@@ -45,7 +47,8 @@ class EndsOnSigterm(Strategy):
         """Passes it on to the ranks started by this one, and to the user's own handler."""
         ranks: list[subprocess.Popen[bytes]] = getattr(self.launcher, "procs", [])
         for rank in ranks:
-            rank.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, number)
         atexit.register(_await_end, list(ranks))
         # Lightning watches them, and would kill this process as soon as one has ended, before it has come to its own end.
         ranks.clear()

@@ -87,6 +87,7 @@ def rank() -> int:
 OPTIONS: dict[str, Any] = {
     "collate_fn": collate,
     "buffer_size": WINDOW,
+    "alignment": "paper",  # all of a window in a round: what is asked here is how many steps the trainer makes of it
     "num_workers": 0,
     "multiprocessing_context": "fork",
     "timeouts": Timeouts(setup=WAIT_SECONDS, exchange=WAIT_SECONDS, worker=WAIT_SECONDS, batch=WAIT_SECONDS),

@@ -91,7 +91,7 @@ def simulated(
 
     def planner(_: int) -> RoundPlanner:
         seed = None if order is None else f"0/{order}"
-        return RoundPlanner(l_max=L_MAX, buffer_size=WINDOW, order_seed=seed, joins=joins)
+        return RoundPlanner(l_max=L_MAX, buffer_size=WINDOW, alignment="paper", order_seed=seed, joins=joins)
 
     run = simulate_ranks([[lengths[index] for index in shard] for shard in shards], planner, quota=quota)
     return [[[shards[rank][position] for position in group] for rank, group in enumerate(step)] for step in run.steps]

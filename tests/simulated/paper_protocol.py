@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
-def naive_groups(window: list[int], l_max: int, max_rows: int | None) -> list[list[int]]:
+def padded_tokens(length: int) -> float:
+    return length
+
+
+def naive_groups(
+    window: list[int], l_max: int, max_rows: int | None, budget: Callable[[int], float] = padded_tokens
+) -> list[list[int]]:
     left, groups, threshold = sorted(window), [], 1
     while left:
         group = [left.pop() for _ in range(min(threshold, len(left)))]
         groups.append(group)
-        threshold = max(l_max // group[-1], 1)
+        threshold = max(int(l_max // budget(group[-1])), 1)
         threshold = threshold if max_rows is None else min(threshold, max_rows)
     return groups
 
@@ -33,6 +39,7 @@ def naive_epoch(
     max_rows: int | None,
     capacities: Sequence[Sequence[int]],
     quota: int | None = None,
+    budget: Callable[[int], float] = padded_tokens,
 ) -> tuple[list[list[list[int]]], list[str]]:
     """`steps[s][r]`, the lengths in rank r's group of step s (empty: idle), and what each round came to. Rank r has
     `capacities[r][n % len]` output slots in round n. With a `quota` non-join: the first rank without views ends the pass on
@@ -56,7 +63,7 @@ def naive_epoch(
         if min(slots[rank] for rank in unfinished) == 0:
             rounds.append("skip")
             continue
-        formed = {rank: naive_groups(windows[rank], l_max, max_rows) for rank in unfinished}
+        formed = {rank: naive_groups(windows[rank], l_max, max_rows, budget) for rank in unfinished}
         target = min(
             max(len(groups) for groups in formed.values()),
             min(slots[rank] for rank in unfinished),

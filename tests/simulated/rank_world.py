@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from rank_cases import ObservedPlanner
+from paper_protocol import naive_groups
+from rank_cases import MATCHED, ObservedPlanner, Rules, patches_of
 
 from odb_lightning.plan import (
     AccumulationWindows,
@@ -13,12 +14,12 @@ from odb_lightning.plan import (
     RoundPlan,
     RoundPlanner,
     exchange_blocks,
-    group_window,
+    matching,
     simulate_ranks,
     target_group_count,
 )
 from odb_lightning.plan.accumulation import SummedStep
-from odb_lightning.plan.protocol import INF
+from odb_lightning.plan.protocol import INF, REPORT_SIZE
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,12 @@ class Setup:
     max_steps: int | None = None
     at_least: int = 1
     """Steps in a block of `exchange_blocks`."""
+    rules: Rules = MATCHED
+
+    @property
+    def report_size(self) -> int:
+        """Integers that a rank gives in each round."""
+        return REPORT_SIZE + (1 + matching.NUM_QUANTILES if self.rules.alignment == "matched" else 0)
 
     @property
     def depth(self) -> int:
@@ -66,7 +73,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Reported:
-    """What is true of a rank when it reports, found without the code under test."""
+    """What is true of a rank when it reports, found without the code under test (but for the groups of "matched")."""
 
     num_groups: int
     capacity: int
@@ -76,19 +83,33 @@ class Reported:
     stop_code: int
     num_left: int
     """|R| + |W|: views of this pass not yet observed, and those in the window."""
+    knows_end: bool
+    """Whether it says that no view is left to observe."""
 
 
-def expected_plan(reports: list[Reported], joins: bool) -> tuple[Outcome, int, int]:
+def matched_steps(reports: list[Reported]) -> int:
+    """Steps of an EMIT round of "matched", as many as no active rank is short of: with nothing more to come as many as the most
+    groups, else a share of the fewest."""
+    active = [report for report in reports if report.num_groups]
+    bound = min(min(report.num_samples for report in active), min(report.capacity for report in active))
+    counts = [report.num_groups for report in active]
+    is_last = all(report.knows_end for report in reports)
+    return min(max(counts) if is_last else max(int(matching._SHARE * min(counts)), 1), bound)
+
+
+def expected_plan(reports: list[Reported], setup: Setup) -> tuple[Outcome, int, int]:
     """Outcome, steps and stop code of a round, as the design words them."""
     unfinished = [report for report in reports if not report.is_finished]
     if any(report.stop_code for report in reports):
         return Outcome.STOP, 0, max(report.stop_code for report in reports)
-    if not joins and any(report.is_finished and report.has_had_views for report in reports):
+    if not setup.joins and any(report.is_finished and report.has_had_views for report in reports):
         return Outcome.PASS_END, 0, 0
     if not unfinished:
         return Outcome.END, 0, 0
     if any(report.capacity == 0 for report in unfinished):
         return Outcome.SKIP, 0, 0
+    if setup.rules.alignment == "matched":
+        return Outcome.EMIT, matched_steps(reports), 0
     columns = zip(*((report.num_groups, report.capacity, report.num_samples) for report in reports), strict=True)
     return Outcome.EMIT, target_group_count(*(list(column) for column in columns)), 0
 
@@ -100,11 +121,10 @@ class Rank:
         setup = world.setup
         self.world, self.index, self.setup = world, index, setup
         self.planner = RoundPlanner(
-            l_max=setup.l_max,
             buffer_size=setup.buffer_size,
-            max_rows=setup.max_rows,
             order_seed=setup.order_seed,
             joins=setup.joins,
+            **setup.rules.options(setup.l_max, setup.max_rows),
         )
         self.windows = AccumulationWindows[list[int]](setup.accumulate, setup.max_steps, setup.quota)
         self.num_passes = 1
@@ -114,6 +134,7 @@ class Rank:
         self.lengths: list[int] = []
         self.emitted: list[int] = []
         self.capacities: list[int] = []
+        self.told: list[bool] = []
         self.plans: list[RoundPlan] = []
         self.exchanges: list[tuple[str, int]] = []
         self.blocks: list[list[list[int]]] = []
@@ -137,7 +158,7 @@ class Rank:
 
     def observe(self, count: int) -> None:
         for _ in range(min(count, self.planner.room, len(self.unobserved))):
-            assert self.planner.observe(self.unobserved[0]) == len(self.lengths)
+            assert self.planner.observe(self.unobserved[0], patches_of(self.unobserved[0])) == len(self.lengths)
             self.lengths.append(self.unobserved.pop(0))
             self.has_had_views = True
 
@@ -153,11 +174,17 @@ class Rank:
         self.planner.capacity = capacity
         reported = self.planner.report(is_exhausted=self.knows_end, stop_code=stop_code)
         assert (self.planner.window, self.planner.num_observed, self.planner.num_rounds) == (window, len(self.lengths), number)
-        groups = group_window(list(window.values()), self.setup.l_max, self.setup.max_rows)
-        num_left = len(self.unobserved) + len(window)
-        facts = Reported(len(groups), capacity, len(window), is_finished, self.has_had_views, stop_code, num_left)
+        assert len(reported) == self.setup.report_size
+        num_groups, num_left = reported[0], len(self.unobserved) + len(window)
+        assert bool(window) == bool(num_groups)
+        if self.setup.rules.alignment == "paper":
+            budget = self.setup.rules.budget
+            assert num_groups == len(naive_groups(list(window.values()), self.setup.l_max, self.setup.max_rows, budget))
+        finished = is_finished, self.has_had_views
+        facts = Reported(num_groups, capacity, len(window), *finished, stop_code, num_left, self.knows_end)
         self.world.rounds.setdefault(number, {})[self.index] = facts
         self.capacities.append(capacity)
+        self.told.append(self.knows_end)
         self.give("max", reported)
 
     def give(self, kind: str, values: list[int]) -> None:
@@ -179,8 +206,10 @@ class Rank:
         before, reports = dict(self.planner.window), list(self.world.rounds[len(self.plans)].values())
         plan = self.planner.settle(reduced)
         self.plans.append(plan)
-        assert (plan.outcome, len(plan.groups), plan.stop_code) == expected_plan(reports, self.setup.joins)
+        assert (plan.outcome, len(plan.groups), plan.stop_code) == expected_plan(reports, self.setup)
         emitted = [ticket for group in plan.groups for ticket in group]
+        for group in plan.groups:
+            self.check_budgets(group)
         for ticket in emitted:
             del before[ticket]
         assert self.planner.window == before, "what is not emitted stays"
@@ -199,6 +228,13 @@ class Rank:
         steps = iter(groups)
         self.blocks = [[next(steps) for _ in range(size)] for size in sizes]
         self.sum_up()
+
+    def check_budgets(self, group: list[int]) -> None:
+        lengths, rules = [self.lengths[ticket] for ticket in group], self.setup.rules
+        assert lengths == sorted(lengths, reverse=True)
+        assert len(group) <= 1 or len(group) * rules.budget(lengths[0]) <= self.setup.l_max
+        assert self.setup.max_rows is None or len(group) <= self.setup.max_rows
+        assert rules.max_patches is None or len(group) <= 1 or sum(map(patches_of, lengths)) <= rules.max_patches
 
     def begin_pass(self) -> None:
         """Whoever has observed all of its views gets them anew; what others have not yet observed stays theirs."""
@@ -330,11 +366,11 @@ class World:
         planners = [
             ObservedPlanner(
                 rank.capacities,
-                l_max=setup.l_max,
+                rank.told,
                 buffer_size=setup.buffer_size,
-                max_rows=setup.max_rows,
                 order_seed=setup.order_seed,
                 joins=setup.joins,
+                **setup.rules.options(setup.l_max, setup.max_rows),
             )
             for rank in self.ranks
         ]

@@ -9,11 +9,23 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper_protocol import naive_epoch
-from rank_cases import Case, ObservedPlanner, cases, cases_of_many_ranks, check_agreement, check_steps
+from rank_cases import (
+    BOTH,
+    MATCHED,
+    PAPER,
+    Case,
+    ObservedPlanner,
+    Rules,
+    cases,
+    cases_of_many_ranks,
+    check_against_the_paper,
+    check_agreement,
+    check_steps,
+)
 
 from odb_lightning.plan import Outcome, RoundPlanner, SimulatedRun, simulate_ranks
-from odb_lightning.plan.protocol import INF
+
+of_both = pytest.mark.parametrize("rules", BOTH, ids=["matched", "paper"])
 
 
 def check_quota(case: Case, run: SimulatedRun) -> None:
@@ -95,13 +107,7 @@ def test_guarantees_on_up_to_64_ranks(case: Case) -> None:
 @settings(max_examples=300)
 @given(cases(joins=False))
 def test_same_passes_as_the_protocol_of_the_paper(case: Case) -> None:
-    case = replace(case, order_seed=None)
-    planners = case.planners()
-    run = case.run(planners)
-    capacities = case.capacities or [[INF]] * len(case.shards)
-    steps, rounds = naive_epoch(case.shards, case.l_max, case.buffer_size, case.max_rows, capacities, case.samples_due)
-    assert [plan.outcome.value for plan in planners[0].plans] == rounds
-    assert case.lengths(run) == steps
+    check_against_the_paper(case)
 
 
 @given(cases(joins=False), st.data())
@@ -138,20 +144,22 @@ def test_a_quota_of_one_is_one_step(case: Case) -> None:
     assert len(run.steps) == run.num_passes == 1
 
 
+@of_both
 @pytest.mark.parametrize("sizes", [[24, 5], [5, 24], [24, 0, 5]])
 @pytest.mark.parametrize("buffer_size", [1, 4, 1024])
 @pytest.mark.parametrize("l_max", [30, 100])
-def test_shards_of_24_and_5_take_more_than_one_pass(sizes: list[int], buffer_size: int, l_max: int) -> None:
-    case = Case([[30] * size for size in sizes], l_max, buffer_size, joins=False)
+def test_shards_of_24_and_5_take_more_than_one_pass(sizes: list[int], buffer_size: int, l_max: int, rules: Rules) -> None:
+    case = Case([[30] * size for size in sizes], l_max, buffer_size, joins=False, rules=rules)
     run = run_and_check(case)
     samples = [sum(map(len, step)) for step in run.steps]
     assert run.num_passes > 1
     assert 29 <= sum(samples) <= 29 + max(samples)
 
 
-def test_what_a_pass_leaves_goes_out_in_the_next() -> None:
+@of_both
+def test_what_a_pass_leaves_goes_out_in_the_next(rules: Rules) -> None:
     """Rank 0 has three views for each one of rank 1, which ends every pass after its own view."""
-    case = Case([[10, 10, 10], [10]], l_max=10, buffer_size=2, joins=False, quota=12)
+    case = Case([[10, 10, 10], [10]], l_max=10, buffer_size=2, joins=False, quota=12, rules=rules)
     planners = case.planners()
     run = run_and_check(case, planners)
     assert run.num_passes == 6
@@ -161,12 +169,13 @@ def test_what_a_pass_leaves_goes_out_in_the_next() -> None:
     assert [plan.outcome for plan in planners[0].plans] == [Outcome.EMIT, Outcome.PASS_END] * 5 + [Outcome.EMIT]
 
 
-def test_the_rest_of_a_round_is_cut_at_the_quota() -> None:
-    case = Case([[10] * 6, [10] * 6], l_max=10, buffer_size=6, joins=False, quota=5)
+@pytest.mark.parametrize(("rules", "emitted"), [(PAPER, [5, 4, 3]), (MATCHED, [0, 1, 2])], ids=["paper", "matched"])
+def test_the_rest_of_a_round_is_cut_at_the_quota(rules: Rules, emitted: list[int]) -> None:
+    case = Case([[10] * 6, [10] * 6], l_max=10, buffer_size=6, joins=False, quota=5, rules=rules)
     planners = case.planners()
     run = case.run(planners)
     assert len(planners[0].plans[0].groups) == 6
-    assert run == SimulatedRun([[[5], [5]], [[4], [4]], [[3], [3]]], num_rounds=1)
+    assert run == SimulatedRun([[[position], [position]] for position in emitted], num_rounds=1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 64])

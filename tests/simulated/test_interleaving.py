@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rank_cases import Case, cases_of_many_ranks
+from rank_cases import BOTH, MATCHED, PAPER, Case, Rules, cases_of_many_ranks, rules
 from rank_world import Rank, Setup, World
 
 from odb_lightning.plan import Outcome, RoundPlan
-from odb_lightning.plan.protocol import INF, REPORT_SIZE
+from odb_lightning.plan.protocol import INF
 
 
 @st.composite
@@ -37,6 +37,7 @@ def setups(draw: st.DrawFn) -> Setup:
         accumulate=draw(st.integers(1, 4)),
         max_steps=draw(st.none() | st.none() | st.integers(1, 20)),
         at_least=draw(st.integers(1, 4)),
+        rules=draw(rules()),
     )
 
 
@@ -133,6 +134,7 @@ def test_up_to_64_ranks_in_any_interleaving(joins: bool, data: st.DataObject) ->
         quota=None if case.joins else case.samples_due,
         accumulate=data.draw(st.integers(1, 4)),
         at_least=16,
+        rules=case.rules,
     )
     world = World(setup)
     world.run_on(rng, share_full=share_full, share_stopping=share_stopping)
@@ -140,15 +142,17 @@ def test_up_to_64_ranks_in_any_interleaving(joins: bool, data: st.DataObject) ->
     world.check_agreement()
 
 
-def started(*shards: list[int], joins: bool = True) -> World:
-    return World(Setup([[shard] for shard in shards], l_max=10, buffer_size=4, joins=joins, quota=None if joins else 9))
+def started(*shards: list[int], rules: Rules, joins: bool = True) -> World:
+    quota = None if joins else 9
+    return World(Setup([[shard] for shard in shards], l_max=10, buffer_size=4, joins=joins, quota=quota, rules=rules))
 
 
+@pytest.mark.parametrize("rules", BOTH, ids=["matched", "paper"])
 @pytest.mark.parametrize("joins", [True, False])
 @pytest.mark.parametrize("stopping_rank", [0, 1, 2])
-def test_a_stop_ends_all_ranks_in_that_round_and_nothing_is_emitted(joins: bool, stopping_rank: int) -> None:
+def test_a_stop_ends_all_ranks_in_that_round_and_nothing_is_emitted(joins: bool, stopping_rank: int, rules: Rules) -> None:
     """Also where the round would have emitted, and on a rank that has no view."""
-    world = started([5, 5, 5], [5], [], joins=joins)
+    world = started([5, 5, 5], [5], [], rules=rules, joins=joins)
     for rank in world.ranks:
         rank.observe(9)
         rank.learn()
@@ -156,14 +160,16 @@ def test_a_stop_ends_all_ranks_in_that_round_and_nothing_is_emitted(joins: bool,
     for rank in reversed(world.ranks):
         rank.go_on()
     assert [rank.plans for rank in world.ranks] == [[RoundPlan(Outcome.STOP, [], stop_code=7)]] * 3
-    assert [rank.exchanges for rank in world.ranks] == [[("max", REPORT_SIZE)]] * 3
+    assert [rank.exchanges for rank in world.ranks] == [[("max", world.setup.report_size)]] * 3
     assert [len(rank.planner.window) for rank in world.ranks] == [3, 1, 0]
     assert world.is_done
     world.check_end()
 
 
-def test_nobody_goes_on_before_the_last_rank_has_reported() -> None:
-    world = started([5, 5], [5])
+@pytest.mark.parametrize(("rules", "num_emits"), [(PAPER, 2), (MATCHED, 1)], ids=["paper", "matched"])
+def test_nobody_goes_on_before_the_last_rank_has_reported(rules: Rules, num_emits: int) -> None:
+    """The two samples of rank 0 are two groups of one by the paper's rule, and one group of two else."""
+    world = started([5, 5], [5], rules=rules)
     for rank in world.ranks:
         rank.observe(9)
         rank.learn()
@@ -173,15 +179,10 @@ def test_nobody_goes_on_before_the_last_rank_has_reported() -> None:
     world.ranks[0].report(INF)
     assert [rank.moves for rank in world.ranks] == [["go on"], ["go on"]]
     world.ranks[1].go_on()
-    # one step of ten tokens on rank 0 against one of five: its counts are given, and wait for those of rank 0
-    assert world.ranks[1].exchanges == [("max", REPORT_SIZE), ("sum", 2)]
+    # its counts of one step are given, and wait for those of rank 0
+    plan, sums = ("max", world.setup.report_size), ("sum", 2)
+    assert world.ranks[1].exchanges == [plan, sums]
     assert not world.ranks[1].moves
     assert not world.ranks[1].released
     world.run_on(random.Random(1))
-    assert world.ranks[1].exchanges == [
-        ("max", REPORT_SIZE),
-        ("sum", 2),
-        ("max", REPORT_SIZE),
-        ("sum", 2),
-        ("max", REPORT_SIZE),
-    ]
+    assert world.ranks[1].exchanges == [plan, sums] * num_emits + [plan]

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_lightning.plan import group_window
+from odb_lightning.plan import QuadraticCost, RowLimits, group_window
+from odb_lightning.plan.grouping import carry_over
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 BUDGETS = st.integers(1, 600)
@@ -124,3 +125,23 @@ def test_a_length_below_one_is_refused_and_its_position_named(bad: int) -> None:
 def test_a_max_rows_below_one_is_refused(max_rows: int) -> None:
     with pytest.raises(ValueError, match="max_rows"):
         group_window([5] * 6, 10, max_rows=max_rows)
+
+
+COSTS = st.sampled_from([QuadraticCost(), QuadraticCost(0, 0.1), QuadraticCost(0.3, 0.02)])
+
+
+@given(LENGTHS, BUDGETS, st.none() | st.integers(1, 12), COSTS)
+def test_other_budgets_by_the_same_rule(lengths: list[int], l_max: int, max_rows: int | None, budget: QuadraticCost) -> None:
+    limits = RowLimits(l_max, max_rows, budget)
+    groups = as_lengths(carry_over(lengths, lambda length: limits(length)[0]), lengths)
+    assert [length for group in groups for length in group] == sorted(lengths, reverse=True)
+    full = [1, *(limits(group[-1])[0] for group in groups)]
+    assert [len(group) for group in groups[:-1]] == full[: max(len(groups) - 1, 0)], "as many as the group before allows"
+    for group in groups:
+        assert len(group) == 1 or len(group) * budget(group[0]) <= l_max
+        assert max_rows is None or len(group) <= max_rows
+
+
+def test_a_length_below_one_is_refused_whatever_the_budget() -> None:
+    with pytest.raises(ValueError, match="lengths must be at least 1, got 0 at position 1"):
+        carry_over([3, 0], lambda length: 1)

@@ -195,7 +195,8 @@ def test_a_data_set_that_cant_begin_has_failed_and_is_not_at_its_end(num_workers
             return iter([next(iter(()))])  # a StopIteration: there is no first file, say
 
     with pytest.raises(
-        ODBLoaderError, match=r"at sample 0 \(shard 0 of 1\): RuntimeError: the data set's set_epoch or __iter__ raised StopIteration"
+        ODBLoaderError,
+        match=r"at sample 0 \(shard 0 of 1\): RuntimeError: the data set's set_epoch or __iter__ raised StopIteration",
     ):
         epoch_ids(stream_loader(Stops(), num_workers=num_workers))
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -40,7 +44,7 @@ def test_a_budget_or_window_below_one_is_refused_by_name(name: str, value: Any) 
         ({"num_workers": -1}, "num_workers must be 0 or more, got -1"),
         ({"num_workers": 1.5}, "num_workers must be"),
         ({"mode": "loop"}, "mode='loop' is unknown: choose 'join'"),
-        ({"alignment": "none"}, "alignment='none' is unknown: choose 'paper'"),
+        ({"alignment": "none"}, "alignment='none' is unknown: choose 'matched' or 'paper'"),
         ({"oversize": "truncate"}, "oversize='truncate' is unknown: choose 'emit' or 'drop' or 'error'"),
         ({"empty": "emit"}, "empty='emit' is unknown: choose 'drop' or 'error'"),
         ({"num_supervised_fn": "masked"}, "num_supervised_fn='masked' is unknown"),
@@ -54,6 +58,83 @@ def test_a_budget_or_window_below_one_is_refused_by_name(name: str, value: Any) 
 def test_bad_options_are_refused_with_their_name_and_value(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         ODBDataLoader(DATA, l_max=8, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"collate_fn": 3}, "collate_fn has to be a function, got 3"),
+        ({"length_fn": "input_ids"}, "length_fn has to be a function, got 'input_ids'"),
+        ({"worker_init_fn": [print]}, "worker_init_fn has to be a function, got "),
+        ({"timeouts": 30}, r"timeouts has to be an odb_lightning\.Timeouts, got 30"),
+        ({"seed": "1"}, "seed has to be a whole number, got '1'"),
+        ({"seed": None}, "seed has to be a whole number, got None"),
+        ({"seed": True}, "seed has to be a whole number, got True"),
+        ({"seed": 1.0}, r"seed has to be a whole number, got 1\.0"),
+        ({"sampler": 3}, "sampler has to be iterable, got 3"),
+    ],
+)
+def test_options_of_another_kind_are_refused_with_their_name_and_value(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(TypeError, match=f"^{match}"):
+        ODBDataLoader(DATA, l_max=8, **options)
+
+
+def test_a_budget_or_window_may_be_any_kind_of_whole_number() -> None:
+    loader = ODBDataLoader(DATA, l_max=np.int64(8), buffer_size=np.int32(4))  # type: ignore[arg-type]
+    assert [type(value) for value in (loader.l_max, loader._options["buffer_size"])] == [int, int]
+
+
+class NotRead(np.memmap):
+    """An array in a file that must not be read."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AssertionError("its contents are pickled")
+
+
+class UnreadTensor(torch.Tensor):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AssertionError("its contents are pickled")
+
+
+class TestWhatCanBeSent:
+    """To processes that are spawned: found out at construction, at no cost."""
+
+    def loader(self, held: Any) -> ODBDataLoader:
+        dataset = Lengths([3, 5])
+        dataset.held = {"deep": [held]}  # type: ignore[attr-defined]
+        return ODBDataLoader(dataset, l_max=8, collate_fn=collate, multiprocessing_context="spawn")
+
+    @pytest.mark.parametrize("make", ["Lock", "RLock", "Semaphore", "Event", "Condition", "Queue", "SimpleQueue"])
+    def test_what_a_child_is_given_at_its_start(self, make: str) -> None:
+        """It can't be pickled at any other time."""
+        held = getattr(get_context("spawn"), make)()
+        with pytest.raises(RuntimeError, match=r"should only be shared|through inheritance"):
+            pickle.dumps(held)
+        self.loader(held)
+
+    def test_values_that_processes_share(self) -> None:
+        for held in (get_context("spawn").Value("q", 0), get_context("spawn").Array("d", 3)):
+            self.loader(held)
+
+    def test_arrays_are_not_read(self, tmp_path: Path) -> None:
+        self.loader(np.memmap(tmp_path / "large", dtype=np.uint8, mode="w+", shape=(100,)).view(NotRead))
+        self.loader(torch.zeros(3).as_subclass(UnreadTensor))
+
+    def test_objects_in_an_array_are(self) -> None:
+        with pytest.raises(TypeError, match=r"^dataset=.*can't be sent .* 'spawn'.*lambda"):
+            self.loader(np.array([lambda: None], dtype=object))
+
+    def test_threads_locks_and_open_files_are_refused(self, tmp_path: Path) -> None:
+        with (tmp_path / "data").open("w") as file:
+            for held in (threading.Lock(), file, (n for n in ())):
+                with pytest.raises(TypeError, match=r"^dataset=.*can't be sent to the loader's processes"):
+                    self.loader(held)
+
+
+@pytest.mark.parametrize("alignment", ["matched", "paper"])
+def test_both_alignments_are_accepted_and_matched_is_the_default(alignment: Any) -> None:
+    assert ODBDataLoader(DATA, l_max=8, alignment=alignment)._options["alignment"] == alignment
+    assert ODBDataLoader(DATA, l_max=8)._options["alignment"] == "matched"
 
 
 @pytest.mark.parametrize("field", ["setup", "exchange", "peer", "worker", "batch", "stop"])

@@ -41,9 +41,12 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_process_is_le
     ],
     ids=["many", "small-window", "window-over-data", "max-rows", "window-of-one", "in-order", "one-sample"],
 )
-def test_every_sample_once_within_the_budget_and_the_step_says_what_it_holds(count: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("alignment", ["matched", "paper"])
+def test_every_sample_once_within_the_budget_and_the_step_says_what_it_holds(
+    count: int, options: dict[str, Any], alignment: str
+) -> None:
     lengths = lognormal_lengths(count, longest=60)
-    with make_loader(Lengths(lengths), **options) as loader:
+    with make_loader(Lengths(lengths), alignment=alignment, **options) as loader:
         batches = list(loader)
     assert sorted(itertools.chain.from_iterable(batch.step.sample_ids for batch in batches)) == list(range(count))
     assert [batch.step.step for batch in batches] == list(range(len(batches)))
@@ -175,7 +178,7 @@ class TestPolicies:
 class TestStats:
     def test_lengths_and_views_are_counted_over_all_epochs(self) -> None:
         lengths = lognormal_lengths(80, longest=60)
-        with make_loader(Lengths(lengths), num_workers=0) as loader:
+        with make_loader(Lengths(lengths), num_workers=0, alignment="paper") as loader:
             list(loader)
             list(loader)
         stats = loader.stats

@@ -1,4 +1,4 @@
-"""The exchange of a round: ten integers per rank, one maximum, the same conclusion everywhere."""
+"""The exchange of a round: ten integers per rank and what the alignment adds, one maximum, the same conclusion everywhere."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ WAITING = RankReport(num_groups=0, capacity=INF, num_samples=0, free_slots=INF, 
 
 def reduce_max(encoded: list[list[int]]) -> list[int]:
     return [max(column) for column in zip(*encoded, strict=True)]
+
+
+def emit(target: int, most: int, fewest: int, bound: int) -> RoundDecision:
+    return RoundDecision(Outcome.EMIT, target, most_groups=most, fewest_groups=fewest, bound=bound)
 
 
 def decide(*reports: RankReport, fingerprints: tuple[int, ...] | None = None, joins: bool = True) -> RoundDecision:
@@ -51,7 +55,10 @@ def test_the_reduction_gives_the_target_group_count_of_all_ranks(reports: list[R
         [report.capacity for report in reports],
         [report.num_samples for report in reports],
     )
-    assert decision == RoundDecision(Outcome.EMIT, target=expected)
+    active = [report for report in reports if report.num_groups]
+    groups = [report.num_groups for report in active]
+    bound = min(*(report.num_samples for report in active), *(report.capacity for report in active))
+    assert decision == emit(expected, max(groups), min(groups), bound)
 
 
 @given(
@@ -89,11 +96,13 @@ def test_order_of_outcomes(reports: list[RankReport], shift: int, joins: bool) -
     assert decision.outcome is expected
     assert decision.stop_code == (max(report.stop_code for report in reports) if expected is Outcome.STOP else 0)
     assert (decision.target > 0) == (expected is Outcome.EMIT)
+    if expected is not Outcome.EMIT:
+        assert decision == RoundDecision(expected, stop_code=decision.stop_code), "nothing else is said"
 
 
 def test_the_end_needs_every_rank_finished() -> None:
     assert decide(FINISHED, FINISHED).outcome is Outcome.END
-    assert decide(FINISHED, ACTIVE) == RoundDecision(Outcome.EMIT, target=3)
+    assert decide(FINISHED, ACTIVE) == emit(target=3, most=3, fewest=3, bound=7)
     assert decide(FINISHED, WAITING).outcome is Outcome.SKIP
     assert decide(NEVER_HAD_VIEWS, NEVER_HAD_VIEWS).outcome is Outcome.END
     assert decide(NEVER_HAD_VIEWS, ACTIVE).outcome is Outcome.EMIT
@@ -107,12 +116,10 @@ def test_the_end_needs_every_rank_finished() -> None:
         pytest.param([FINISHED, FINISHED], RoundDecision(Outcome.PASS_END), id="all-have-finished"),
         pytest.param([FINISHED, WAITING], RoundDecision(Outcome.PASS_END), id="finished-beside-one-without-data"),
         pytest.param([FINISHED, NEVER_HAD_VIEWS], RoundDecision(Outcome.PASS_END), id="finished-beside-one-that-had-no-view"),
-        pytest.param(
-            [NEVER_HAD_VIEWS, ACTIVE], RoundDecision(Outcome.EMIT, target=3), id="who-had-no-view-does-not-end-a-pass"
-        ),
+        pytest.param([NEVER_HAD_VIEWS, ACTIVE], emit(3, 3, 3, 7), id="who-had-no-view-does-not-end-a-pass"),
         pytest.param([NEVER_HAD_VIEWS, NEVER_HAD_VIEWS], RoundDecision(Outcome.END), id="nobody-had-a-view"),
         pytest.param([NEVER_HAD_VIEWS, WAITING], RoundDecision(Outcome.SKIP), id="nobody-has-data"),
-        pytest.param([ACTIVE, replace(ACTIVE, num_groups=5)], RoundDecision(Outcome.EMIT, target=5), id="all-are-active"),
+        pytest.param([ACTIVE, replace(ACTIVE, num_groups=5)], emit(5, 5, 3, 7), id="all-are-active"),
     ],
 )
 def test_non_join(reports: list[RankReport], expected: RoundDecision) -> None:
@@ -163,6 +170,16 @@ def test_a_report_is_ten_integers_that_fit_into_int64(report: RankReport, finger
     encoded = encode_report(report, fingerprint)
     assert len(encoded) == REPORT_SIZE == 10
     assert all(type(value) is int and -(2**63) <= value < 2**63 for value in encoded)
+
+
+@given(
+    st.lists(rank_reports(stop_codes=st.sampled_from([0, 0, 0, 3])), min_size=1, max_size=8),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20),
+    st.booleans(),
+)
+def test_integers_that_follow_change_nothing(reports: list[RankReport], more: list[int], joins: bool) -> None:
+    reduced = reduce_max([encode_report(report, 5) for report in reports])
+    assert decide_round([*reduced, *more], joins=joins) == decide_round(reduced, joins=joins)
 
 
 def test_the_layout_of_a_report_is_the_one_of_the_design() -> None:
