@@ -18,6 +18,8 @@ NUM_QUANTILES = 16
 
 _SHARE = 0.35
 """Of the groups in the window, emitted in a round. The rest is the choice that the next round has."""
+_FEW_GROUPS, _SHARE_OF_FEW = 16, 0.5
+"""In a small window there is less to choose from anyhow."""
 _STEP_PRICE = 0.11
 """What a step costs beside its rows, in full batches. A smaller group has less padding, but makes more steps."""
 _SMALLER = (0.8, 0.64, 0.5)
@@ -82,7 +84,8 @@ def cost_quantiles(costs: Sequence[int]) -> list[int]:
 def num_steps(most_groups: int, fewest_groups: int, bound: int, is_last: bool) -> int:
     """Steps of a round, from numbers that all ranks share: the groups of active ranks, and what none of them can exceed. With
     nothing more to come (`is_last`) nothing is gained by waiting, and the round takes all that is left."""
-    return max(min(most_groups if is_last else int(fewest_groups * _SHARE), bound), 1)
+    share = _SHARE if fewest_groups >= _FEW_GROUPS else _SHARE_OF_FEW
+    return max(min(most_groups if is_last else int(fewest_groups * share), bound), 1)
 
 
 def step_costs(quantiles: Sequence[int], num_steps: int) -> list[int]:

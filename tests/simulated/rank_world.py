@@ -89,12 +89,13 @@ class Reported:
 
 def matched_steps(reports: list[Reported]) -> int:
     """Steps of an EMIT round of "matched", as many as no active rank is short of: with nothing more to come as many as the most
-    groups, else a share of the fewest."""
+    groups, else a share of the fewest, the half if those are few."""
     active = [report for report in reports if report.num_groups]
     bound = min(min(report.num_samples for report in active), min(report.capacity for report in active))
     counts = [report.num_groups for report in active]
     is_last = all(report.knows_end for report in reports)
-    return min(max(counts) if is_last else max(int(matching._SHARE * min(counts)), 1), bound)
+    share = matching._SHARE if min(counts) >= 16 else 0.5
+    return min(max(counts) if is_last else max(int(share * min(counts)), 1), bound)
 
 
 def expected_plan(reports: list[Reported], setup: Setup) -> tuple[Outcome, int, int]:
