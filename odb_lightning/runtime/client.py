@@ -16,7 +16,8 @@ from odb_lightning.runtime.errors import ODBLoaderError
 from odb_lightning.runtime.ring import BatchReceiver, Readiness, SharedMemory
 from odb_lightning.runtime.settings import HELPER_PROCESS_NAME, EpochRequest, LoaderSettings
 
-_RING_BYTES = 32 * 2**20
+_RING_BYTES = (2**28, 2**25)
+"""Of address space: memory is used for the most that was under way at once. The less where a limit does not allow the more."""
 _POLL_SECONDS = 1.0
 _START_ATTEMPTS = 3
 
@@ -42,6 +43,14 @@ class _AtExit:
 
 
 _at_exit = _AtExit()
+
+
+def _new_ring() -> SharedMemory:
+    most, least = _RING_BYTES
+    try:
+        return SharedMemory(most)
+    except OSError:
+        return SharedMemory(least)
 
 
 class CollateProcess:
@@ -80,7 +89,7 @@ class CollateProcess:
 
     def _start(self, settings: LoaderSettings) -> None:
         context: Any = multiprocessing.get_context(settings.start_method)
-        self._memory = SharedMemory(_RING_BYTES)
+        self._memory = _new_ring()
         self._batches, batches = context.Pipe()
         requests, self._requests = context.Pipe(duplex=False)
         stop, self._stop = context.Pipe(duplex=False)

@@ -94,6 +94,8 @@ class BatchSender:
         """Called now and then while the training process is behind."""
         self._in_flight: deque[tuple[int, int]] = deque()
         self._head = 0
+        self._used = 0
+        """Ends of messages so far: rather than beyond, in memory not used yet, the next one begins at the beginning."""
 
     def send(self, kind: str, facts: Any, payload: Any = None) -> None:
         """Hands over a message; waits while the training process is `depth` messages behind or the memory is full."""
@@ -125,6 +127,7 @@ class BatchSender:
             self._take_credit()
         self._in_flight.append((start, size))
         self._head = start + size
+        self._used = max(self._used, self._head)
         return start
 
     def _take_credit(self) -> None:
@@ -136,11 +139,13 @@ class BatchSender:
         if not occupied:
             return 0
         tail = occupied[0][0]
-        if self._head > tail:
-            if self._head + size <= self._memory.size:
-                return self._head
-            return 0 if size < tail else None
-        return self._head if self._head + size < tail else None
+        if self._head <= tail:
+            return self._head if self._head + size < tail else None
+        if self._head + size <= self._used:
+            return self._head
+        if size < tail:
+            return 0
+        return self._head if self._head + size <= self._memory.size else None
 
 
 class BatchReceiver:
