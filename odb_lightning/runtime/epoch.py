@@ -77,6 +77,8 @@ class EpochRun:
         self._num_released = 0
         """Tickets before this one have no part in a message of many samples."""
         num_views = 0 if request.views is None else len(request.views)
+        self._num_views_left: int | None = None if request.views is None else num_views
+        """Of this pass; None for an iterable data set, which does not say."""
         self._stats = LoaderStats(passes=1, views_expected=num_views, outstanding_depth=settings.outstanding_depth)
         self._exchange: Exchange = SoloExchange(Presence())
         stand_in.begin_epoch()
@@ -152,7 +154,11 @@ class EpochRun:
         self._exchange.presence.note("fetching samples")
         while not self._is_exhausted:
             if self._next is None:
-                # Also where the window is full: that a rank has no more is for all to know, and must not wait for room.
+                if self._planner.room <= 0 and self._planner.joins:
+                    # That there is no more is for all to know, but not worth waiting for one more sample, which may be slow.
+                    self._is_exhausted = self._num_views_left == 0
+                    return
+                # In non-join, whether a rank has finished decides for all, and must not wait for room: one sample ahead.
                 self._next = self._next_kept()
             if self._next is None:
                 self._is_exhausted = True
@@ -166,8 +172,10 @@ class EpochRun:
         """The next sample that no policy drops; None at the end of a pass."""
         while (observed := next(self._samples, None)) is not None:
             self._exchange.presence.tick()
-            if self._request.views is None:
+            if self._num_views_left is None:
                 self._stats.views_expected += 1
+            else:
+                self._num_views_left -= 1
             if self._is_kept(observed):
                 return observed
         return None
