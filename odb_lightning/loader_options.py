@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from odb_lightning.plan.costs import LARGEST
 from odb_lightning.runtime.settings import Timeouts
 
-_MOST_PATCHES = 2**40
 _OF_A_DATALOADER = {
     "batch_size": "l_max decides how many samples a batch has (max_rows is a limit on them)",
     "batch_sampler": "it decides itself what a batch is, while here batches are formed from lengths: pass a sampler, or none",
@@ -86,7 +86,7 @@ def check_patches(patches_fn: Any, max_patches: int | None, alignment: str) -> N
     """Raises ValueError for half of a second budget, and for one that the alignment does not know."""
     if (patches_fn is None) != (max_patches is None):
         raise ValueError("patches_fn and max_patches go together: how many patches a sample has, and how many a batch may have")
-    if max_patches is not None and max_patches > _MOST_PATCHES:
+    if max_patches is not None and max_patches > LARGEST:
         raise ValueError(f"max_patches={max_patches} is too large")
     if max_patches is not None and alignment == "paper":
         raise ValueError("alignment='paper' knows one budget only: use alignment='matched' with max_patches")

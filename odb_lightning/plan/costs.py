@@ -11,7 +11,7 @@ from itertools import pairwise
 RowCost = Callable[[int], float]
 """The cost of one row, padded to the given length, in any unit; must be positive, and not fall with the length."""
 
-_LARGEST = 2**40
+LARGEST = 2**40
 """Of lengths, patches and costs: sums and products of them have to be whole numbers of 64 bits."""
 _FINE, _SCALED = 2**10, 2**24
 
@@ -78,7 +78,7 @@ class RowLimits:
     def __init__(self, l_max: int, max_rows: int | None = None, budget: RowCost = tokens, cost: RowCost | None = None) -> None:
         """Raises ValueError for `l_max` or `max_rows` below 1 or too large, and for a budget or a cost that is no positive
         number, or falls, at some lengths up to `l_max`."""
-        if not 1 <= l_max <= _LARGEST:
+        if not 1 <= l_max <= LARGEST:
             raise ValueError(f"l_max must be at least 1 token, got {l_max}" if l_max < 1 else f"l_max={l_max} is too large")
         if max_rows is not None and max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
@@ -91,7 +91,7 @@ class RowLimits:
         self._units: list[tuple[int, float]] = []
         """Lengths seen, ascending, and what the budget takes for them."""
         largest = self._value(self._cost_option, self._cost, l_max)
-        self._scale = 1.0 if _FINE <= largest <= _LARGEST or self._cost is tokens else _SCALED / largest
+        self._scale = 1.0 if _FINE <= largest <= LARGEST or self._cost is tokens else _SCALED / largest
         if budget is not tokens or cost is not None:
             for length in _some_lengths(l_max):
                 self(length)
@@ -110,11 +110,11 @@ class RowLimits:
         """Rows at most, and the cost of each. Raises ValueError for a length, a budget or a cost that can't be."""
         if length in self._known:
             return self._known[length]
-        if not 1 <= length <= _LARGEST:
-            raise ValueError(f"a length must be from 1 to {_LARGEST}, got {length}")
+        if not 1 <= length <= LARGEST:
+            raise ValueError(f"a length must be from 1 to {LARGEST}, got {length}")
         unit = self._value("budget", self._budget, length)
         self._check_does_not_fall(length, unit)
-        cost = min(self._scale * self._value(self._cost_option, self._cost, length), _LARGEST)
+        cost = min(self._scale * self._value(self._cost_option, self._cost, length), LARGEST)
         rows = max(int(self.l_max // unit), 1)
         self._known[length] = (rows if self._max_rows is None else min(rows, self._max_rows), max(round(cost), 1))
         return self._known[length]

@@ -52,7 +52,7 @@ class SortedWindow:
         most = np.minimum(self.rows, len(self) - positions)
         if self.patches is not None:
             most = np.minimum(most, _most_patches(self.patches, self.max_patches))
-        return np.maximum(most, 1)
+        return most
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def step_costs(quantiles: Sequence[int], num_steps: int) -> list[int]:
     return costs
 
 
-def fullest_groups(window: SortedWindow, costs: Sequence[int], *, now: int, latest: int, lag: float = 1.0) -> list[list[int]]:
+def fullest_groups(window: SortedWindow, costs: Sequence[int], *, now: int, latest: int) -> list[list[int]]:
     """For each cost in turn the group, of the samples that are left, with most to do within it; none is empty.
 
     `now` is the number of tickets given out. What waited for long counts for more, and what waited for `latest` tickets

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
+from odb_lightning.plan.costs import LARGEST
 from odb_lightning.runtime.codec import PackedSamples, pack_samples, unpack_samples
 from odb_lightning.runtime.errors import Failure, RaisedFailure
 from odb_lightning.runtime.guard import GuardedWorkerInit, TimeLimit
@@ -19,9 +20,6 @@ from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
 from odb_lightning.runtime.settings import EpochRequest, LoaderSettings
 from odb_lightning.runtime.slab import Slab, Slabs, make_slabs
 from odb_lightning.sharding import Shard, is_hugging_face, is_iterable, set_current_shard, split_among_ranks
-
-_LARGEST = 2**40
-"""Of what is counted of a sample."""
 
 
 class Observed(NamedTuple):
@@ -95,7 +93,7 @@ def _count(option: str, function: Callable[[Any], int], meaning: str, sample: An
         count = operator.index(function(sample))
         if count < 0:
             raise ValueError(f"{option} returned {count}; {meaning}, 0 or more")
-        if count > _LARGEST:
+        if count > LARGEST:
             raise ValueError(f"{option} returned {count}, which is too large")
         return count
     except Exception as error:
