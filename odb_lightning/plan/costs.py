@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 RowCost = Callable[[int], float]
 """The cost of one row, padded to the given length, in any unit; must be positive, and not fall with the length."""
 
@@ -87,7 +90,8 @@ class RowLimits:
         self._budget = budget
         self._cost = budget if cost is None else cost
         self._cost_option = "budget" if cost is None else "cost"
-        self._known: dict[int, tuple[int, int]] = {}
+        self._rows: dict[int, int] = {}
+        self._costs: dict[int, int] = {}
         self._units: list[tuple[int, float]] = []
         """Lengths seen, ascending, and what the budget takes for them."""
         largest = self._value(self._cost_option, self._cost, l_max)
@@ -98,6 +102,8 @@ class RowLimits:
 
     def is_oversize(self, length: int) -> bool:
         """Whether a single row of this length is over the budget."""
+        if self._budget is tokens:
+            return length > self.l_max
         return self._value("budget", self._budget, length) > self.l_max
 
     def describe(self, length: int) -> str:
@@ -108,16 +114,24 @@ class RowLimits:
 
     def __call__(self, length: int) -> tuple[int, int]:
         """Rows at most, and the cost of each. Raises ValueError for a length, a budget or a cost that can't be."""
-        if length in self._known:
-            return self._known[length]
+        if length in self._rows:
+            return self._rows[length], self._costs[length]
         if not 1 <= length <= LARGEST:
             raise ValueError(f"a length must be from 1 to {LARGEST}, got {length}")
         unit = self._value("budget", self._budget, length)
         self._check_does_not_fall(length, unit)
         cost = min(self._scale * self._value(self._cost_option, self._cost, length), LARGEST)
         rows = max(int(self.l_max // unit), 1)
-        self._known[length] = (rows if self._max_rows is None else min(rows, self._max_rows), max(round(cost), 1))
-        return self._known[length]
+        self._costs[length] = max(round(cost), 1)
+        self._rows[length] = rows if self._max_rows is None else min(rows, self._max_rows)
+        return self._rows[length], self._costs[length]
+
+    def of_each(self, lengths: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The same for many: rows at most, and costs."""
+        for length in set(lengths) - self._rows.keys():
+            self(length)
+        rows = np.fromiter(map(self._rows.__getitem__, lengths), dtype=np.int64, count=len(lengths))
+        return rows, np.fromiter(map(self._costs.__getitem__, lengths), dtype=np.int64, count=len(lengths))
 
     def _value(self, option: str, function: RowCost, length: int) -> float:
         if function is tokens:

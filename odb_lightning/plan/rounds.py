@@ -168,8 +168,7 @@ class _Matched:
     def _sorted(self, window: dict[int, int], patches: dict[int, int]) -> matching.SortedWindow:
         lengths = np.fromiter(window.values(), dtype=np.int64, count=len(window))
         order = np.argsort(-lengths, kind="stable")
-        limits = [self._limits(length) for length in lengths[order].tolist()]
-        rows, cost = np.array(limits, dtype=np.int64).reshape(-1, 2).T
+        rows, cost = self._limits.of_each(lengths[order].tolist())
         counts = None if self._max_patches is None else np.array([patches[ticket] for ticket in window], dtype=np.int64)[order]
         tickets = np.fromiter(window, dtype=np.int64, count=len(window))[order]
         return matching.SortedWindow(tickets, rows, cost, counts, self._max_patches or 0)

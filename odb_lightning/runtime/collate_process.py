@@ -37,6 +37,7 @@ def collate_main(
 ) -> None:
     """Serves epochs until it is told to stop, or its parent is gone."""
     gc.freeze()  # what was inherited is not this process's to delete: it may hold threads, which stayed behind
+    gc.set_threshold(10_000)  # thousands of samples at hand are looked through less often
     own_signals(in_order=True)
     keep_freed_memory()
     os.environ[HELPER_VARIABLE] = "1"

@@ -80,9 +80,11 @@ class EpochRun:
         self._num_views_left: int | None = None if request.views is None else num_views
         """Of this pass; None for an iterable data set, which does not say."""
         self._stats = LoaderStats(passes=1, views_expected=num_views, outstanding_depth=settings.outstanding_depth)
+        self._lengths: list[int] = []
+        """Observed since the stats were last taken."""
         self._exchange: Exchange = SoloExchange(Presence())
         stand_in.begin_epoch()
-        self._samples = fetcher.start(request)
+        self._samples = fetcher.start(request, lambda: self._exchange.presence.tick())
 
     def run(self, exchange: Exchange) -> None:
         """Emits all steps of the epoch. Raises RaisedFailure for a failure of this rank, PeerFailure for a peer's."""
@@ -171,7 +173,6 @@ class EpochRun:
     def _next_kept(self) -> Observed | None:
         """The next sample that no policy drops; None at the end of a pass."""
         while (observed := next(self._samples, None)) is not None:
-            self._exchange.presence.tick()
             if self._num_views_left is None:
                 self._stats.views_expected += 1
             else:
@@ -188,10 +189,7 @@ class EpochRun:
                 self._limits(length)
             except ValueError as wrong:
                 raise RaisedFailure(Failure.of(wrong, where, observed.sample_id)) from wrong
-        stats.length_count += 1
-        stats.length_sum += length
-        stats.length_sum_squares += length * length
-        stats.length_short += 4 * length < settings.l_max
+        self._lengths.append(length)
         if length == 0:
             reason, policy, fault = "empty", settings.empty, "has length 0"
         elif self._limits.is_oversize(length):
@@ -318,6 +316,10 @@ class EpochRun:
     def _take_stats(self) -> LoaderStats:
         """What was counted since the last message."""
         stats, self._stats = self._stats, LoaderStats()
+        lengths, self._lengths = self._lengths, []
+        stats.length_count, stats.length_sum = len(lengths), sum(lengths)
+        stats.length_sum_squares = sum(length * length for length in lengths)
+        stats.length_short = sum(4 * length < self._settings.l_max for length in lengths)
         stats.exchange_seconds, self._exchange.seconds = self._exchange.seconds, 0.0
         return stats
 

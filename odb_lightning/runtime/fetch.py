@@ -31,11 +31,6 @@ class Observed(NamedTuple):
     sample: Any
 
 
-class _Size(NamedTuple):
-    length: int
-    patches: int
-
-
 class _ChunkRequest(NamedTuple):
     seed: str
     """Of the pass: what the samples' own seeds are made of."""
@@ -43,8 +38,9 @@ class _ChunkRequest(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    sample_ids: Sequence[Hashable]
-    sizes: list[_Size]
+    sample_ids: list[Hashable]
+    lengths: list[int]
+    patches: list[int]
     samples: PackedSamples
     failure: Failure | None
     """What ended the chunk early: the sample after the last one."""
@@ -56,23 +52,18 @@ class _ChunkSource(Dataset[_Chunk]):
     def __init__(self, settings: LoaderSettings, slabs: Slabs | None) -> None:
         self.dataset = settings.dataset
         self._settings = settings
-        self._pack = _Packing(slabs)
+        self._pack = _Packing(settings, slabs)
 
     def __getitem__(self, request: Any) -> _Chunk:
         seed, sample_ids = request
-        samples: list[Any] = []
-        sizes: list[_Size] = []
-        failure = None
-        for sample_id in sample_ids:
-            try:
+        message, failure = _Message(self._settings), None
+        try:
+            for sample_id in sample_ids:
                 seed_everything_local(derive_seed(seed, "sample", sample_id))
-                sample = self._fetch(sample_id)
-                sizes.append(_observe(self._settings, sample, sample_id))
-                samples.append(sample)
-            except RaisedFailure as error:
-                failure = error.failure
-                break
-        return self._pack(sample_ids, sizes, samples, failure)
+                message.add(sample_id, self._fetch(sample_id))
+        except RaisedFailure as error:
+            failure = error.failure
+        return self._pack(message, failure)
 
     def _fetch(self, sample_id: Hashable) -> Any:
         try:
@@ -81,11 +72,26 @@ class _ChunkSource(Dataset[_Chunk]):
             raise RaisedFailure(Failure.of(error, f"dataset[{sample_id!r}]", sample_id)) from error
 
 
-def _observe(settings: LoaderSettings, sample: Any, sample_id: Hashable) -> _Size:
-    length = _count("length_fn", settings.length_fn, "a length is a number of tokens", sample, sample_id)
-    if settings.patches_fn is None:
-        return _Size(length, 0)
-    return _Size(length, _count("patches_fn", settings.patches_fn, "it has to be a number of patches", sample, sample_id))
+class _Message:
+    """Samples on their way into a chunk, observed."""
+
+    def __init__(self, settings: LoaderSettings) -> None:
+        self._settings = settings
+        self.sample_ids: list[Hashable] = []
+        self.lengths: list[int] = []
+        self.patches: list[int] = []
+        self.samples: list[Any] = []
+
+    def add(self, sample_id: Hashable, sample: Any) -> None:
+        """Raises RaisedFailure if it can't be observed."""
+        length_fn, patches_fn = self._settings.length_fn, self._settings.patches_fn
+        length = _count("length_fn", length_fn, "a length is a number of tokens", sample, sample_id)
+        meaning = "it has to be a number of patches"
+        patches = 0 if patches_fn is None else _count("patches_fn", patches_fn, meaning, sample, sample_id)
+        self.sample_ids.append(sample_id)
+        self.lengths.append(length)
+        self.patches.append(patches)
+        self.samples.append(sample)
 
 
 def _count(option: str, function: Callable[[Any], int], meaning: str, sample: Any, sample_id: Hashable) -> int:
@@ -103,22 +109,22 @@ def _count(option: str, function: Callable[[Any], int], meaning: str, sample: An
 class _Packing:
     """Makes messages. In a worker, the bytes of samples go into its slab."""
 
-    def __init__(self, slabs: Slabs | None) -> None:
+    def __init__(self, settings: LoaderSettings, slabs: Slabs | None) -> None:
+        self._settings = settings
         self._slabs = slabs
         self._slab: Slab | None = None
 
-    def __call__(
-        self, sample_ids: Sequence[Hashable], sizes: list[_Size], samples: list[Any], failure: Failure | None
-    ) -> _Chunk:
+    def __call__(self, message: _Message, failure: Failure | None) -> _Chunk:
         worker = get_worker_info()
         if worker is not None and self._slabs is not None and self._slab is None:
             self._slab = Slab(self._slabs, worker.id)
+        samples = message.samples
         try:
             packed = pack_samples(samples) if self._slab is None else pack_samples(samples, self._slab.new_bytes)
         except Exception as error:
-            where = f"sending samples {list(sample_ids[: len(samples)])!r} from the worker: they can't be pickled"
-            packed, sizes, failure = pack_samples([]), [], Failure.of(error, where)
-        return _Chunk(sample_ids, sizes, packed, failure)
+            where = f"sending samples {message.sample_ids!r} from the worker: they can't be pickled"
+            message, packed, failure = _Message(self._settings), pack_samples([]), Failure.of(error, where)
+        return _Chunk(message.sample_ids, message.lengths, message.patches, packed, failure)
 
 
 class _ChunkStream(IterableDataset[_Chunk]):
@@ -129,7 +135,7 @@ class _ChunkStream(IterableDataset[_Chunk]):
 
     def __init__(self, settings: LoaderSettings, current: SharedMemory, slabs: Slabs | None) -> None:
         self._settings = settings
-        self._pack = _Packing(slabs)
+        self._pack = _Packing(settings, slabs)
         self._dataset = split_among_ranks(settings.dataset, settings.sharding, settings.rank, settings.world_size)
         self._current = current
         """Epoch and pass, which a worker that is kept has no other way to know."""
@@ -143,10 +149,7 @@ class _ChunkStream(IterableDataset[_Chunk]):
         owns_stream = shard.total > 1 and not deals
         seed = _pass_seed(settings.seed, epoch, pass_number)
         set_current_shard(shard)
-        sample_ids: list[Hashable] = []
-        sizes: list[_Size] = []
-        samples: list[Any] = []
-        failure = None
+        message, failure = _Message(settings), None
         iterator = None
         for position in itertools.count():
             sample_id: Hashable = (shard.number, position) if owns_stream else position
@@ -158,9 +161,7 @@ class _ChunkStream(IterableDataset[_Chunk]):
                 sample = next(iterator)
                 if deals and position % shard.total != shard.number:
                     continue
-                sample_ids.append(sample_id)
-                sizes.append(_observe(settings, sample, sample_id))
-                samples.append(sample)
+                message.add(sample_id, sample)
             except StopIteration:
                 break
             except RaisedFailure as error:
@@ -170,11 +171,11 @@ class _ChunkStream(IterableDataset[_Chunk]):
                 where = f"the iteration of the data set, at sample {position} (shard {shard.number} of {shard.total})"
                 failure = Failure.of(error, where, sample_id)
                 break
-            if len(samples) == settings.chunk_size:
-                yield self._pack(sample_ids, sizes, samples, None)
-                sample_ids, sizes, samples = [], [], []
-        if samples or failure is not None:
-            yield self._pack(sample_ids, sizes, samples, failure)
+            if len(message.samples) == settings.chunk_size:
+                yield self._pack(message, None)
+                message = _Message(settings)
+        if message.samples or failure is not None:
+            yield self._pack(message, failure)
 
     def set_epoch(self, epoch: int) -> None:
         """Before the workers begin it. A Hugging Face data set keeps its epoch where all of them see it, and counts up to the
@@ -221,6 +222,7 @@ class Fetcher:
         self._settings = settings
         self._chunks = _Chunks(settings.chunk_size)
         self._current = SharedMemory(2 * 8)
+        self._on_message: Callable[[], None] = lambda: None
         # Not the DataLoader's own timeout: with one, it looks for dead workers only after it, unless they are children of its.
         self._limit = TimeLimit(
             settings.timeouts.worker,
@@ -247,12 +249,13 @@ class Fetcher:
             **options,
         )
 
-    def start(self, request: EpochRequest) -> Iterator[Observed | None]:
-        """Starts the workers on the epoch at once; gives the samples as they are asked for. In non-join, None stands between
-        two passes, of which there is no end.
+    def start(self, request: EpochRequest, on_message: Callable[[], None]) -> Iterator[Observed | None]:
+        """Starts the workers on the epoch at once; gives the samples as they are asked for, and calls `on_message` when more
+        have come. In non-join, None stands between two passes, of which there is no end.
 
         Raises RaisedFailure at the sample that failed, after all samples before it.
         """
+        self._on_message = on_message
         return self._passes(request, self._begin(request, 0))
 
     def _begin(self, request: EpochRequest, pass_number: int) -> Iterator[_Chunk]:
@@ -280,7 +283,7 @@ class Fetcher:
                 chunk = next(chunks, None)
             if chunk is None:
                 return
-            for sample_id, size, sample in zip(chunk.sample_ids, chunk.sizes, unpack_samples(chunk.samples), strict=False):
-                yield Observed(sample_id, *size, sample)
+            self._on_message()
+            yield from map(Observed, chunk.sample_ids, chunk.lengths, chunk.patches, unpack_samples(chunk.samples))
             if chunk.failure is not None:
                 raise RaisedFailure(chunk.failure)

@@ -21,7 +21,8 @@ import torch
 from odb_lightning.runtime.codec import decode, encode
 
 _ALIGN = 64
-_COUNTER_BYTES = 8
+_NUM_COUNTERS = 3
+_COUNTER_BYTES = 8 * _NUM_COUNTERS
 _POLL_SECONDS = 1.0
 
 
@@ -48,12 +49,13 @@ class SharedMemory:
     def _map(self) -> None:
         everything = np.frombuffer(mmap.mmap(self._fd, self._whole_size), dtype=np.uint8)
         self.array = everything[: self.size]
-        self.progress = everything[self._whole_size - _COUNTER_BYTES :].view(np.int64)
-        """One number that both sides see: the collate process counts there what it gets done."""
+        self.progress, self.taken, self.is_awaited = everything[-_COUNTER_BYTES:].view(np.int64).reshape(_NUM_COUNTERS, 1)
+        """Numbers that both sides see: what the collate process got done; messages that the training process has taken, and
+        whether the collate process waits to be told of the next."""
 
     @property
     def _whole_size(self) -> int:
-        return -(-self.size // _COUNTER_BYTES) * _COUNTER_BYTES + _COUNTER_BYTES
+        return -(-self.size // 8) * 8 + _COUNTER_BYTES
 
     def __getstate__(self) -> dict[str, Any]:
         return {"size": self.size, "fd": DupFd(self._fd)}
@@ -83,16 +85,20 @@ class Readiness:
 
 
 class BatchSender:
-    """The collate process's end. Holds at most `depth` messages that the training process has not taken yet."""
+    """The collate process's end. Holds at most `depth` messages that the training process has not taken yet.
+
+    What was taken is counted in the memory, where to look costs nothing; a word through the pipe comes only if waited for.
+    """
 
     def __init__(self, connection: Connection, memory: SharedMemory, depth: int) -> None:
         self._connection = connection
-        self._credit = Readiness(connection)
+        self._word = Readiness(connection)
         self._memory = memory
         self._depth = depth
         self.while_waiting: Callable[[], None] = _do_nothing
         """Called now and then while the training process is behind."""
         self._in_flight: deque[tuple[int, int]] = deque()
+        self._num_taken = 0
         self._head = 0
         self._used = 0
         """Ends of messages so far: rather than beyond, in memory not used yet, the next one begins at the beginning."""
@@ -117,24 +123,28 @@ class BatchSender:
 
     def _allocate(self, size: int) -> int:
         """The start of `size` free bytes, in the order of a ring; registers them as in flight."""
-        while self._credit.within():
-            self._take_credit()
-        while len(self._in_flight) >= self._depth or (start := self._free_start(size)) is None:
-            # No limit: a training process that is gone ends this one (see guard.py), one that is alive may validate for hours.
-            if not self._credit.within(_POLL_SECONDS):
-                self.while_waiting()
-                continue
-            self._take_credit()
+        if (start := self._free_start(size)) is None:
+            self._memory.is_awaited[0] = 1
+            while (start := self._free_start(size)) is None:
+                # No limit: a training process that is gone ends this one (see guard.py), one that is alive may validate for
+                # hours. Nor is anything lost with a word that was not sent, as both looked at the same time: see `_free_start`.
+                if self._word.within(_POLL_SECONDS):
+                    self._connection.recv_bytes()
+                else:
+                    self.while_waiting()
+            self._memory.is_awaited[0] = 0
         self._in_flight.append((start, size))
         self._head = start + size
         self._used = max(self._used, self._head)
         return start
 
-    def _take_credit(self) -> None:
-        self._connection.recv_bytes()
-        self._in_flight.popleft()
-
     def _free_start(self, size: int) -> int | None:
+        taken = int(self._memory.taken[0])
+        while self._num_taken < taken:
+            self._in_flight.popleft()
+            self._num_taken += 1
+        if len(self._in_flight) >= self._depth:
+            return None
         occupied = [(start, length) for start, length in self._in_flight if length]
         if not occupied:
             return 0
@@ -167,8 +177,10 @@ class BatchReceiver:
             for buffer in buffers:
                 np.copyto(buffer, self._memory.array[start : start + buffer.nbytes])
                 start += -(-buffer.nbytes // _ALIGN) * _ALIGN
-        with contextlib.suppress(ConnectionError):  # a process that has ended needs no space
-            self._connection.send_bytes(b"c")
+        self._memory.taken[0] += 1
+        if self._memory.is_awaited[0]:
+            with contextlib.suppress(ConnectionError):  # a process that has ended needs no space
+                self._connection.send_bytes(b"t")
         return kind, facts, decode(header, buffers)
 
     def _new_buffer(self, size: int) -> np.ndarray[Any, Any]:

@@ -78,7 +78,7 @@ def give_back(live: deque[Live], connection: Connection, memory: SharedMemory) -
         assert offset is not None
         assert bytes(memory.array[offset : offset + tensor.numel()]) == bytes(tensor.numpy()), "a message was written over"
         offset += -(-tensor.numel() // _ALIGN) * _ALIGN
-    connection.send_bytes(b"c")
+    memory.taken[0] += 1
 
 
 def send_when_possible(
