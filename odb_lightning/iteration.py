@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from odb_lightning.batch import IDLE_DATA, ODBBatch
+from odb_lightning.resume import Rounds
 from odb_lightning.runtime.client import CollateProcess
 from odb_lightning.runtime.errors import Failure, ODBLoaderError
 
@@ -21,6 +22,7 @@ class Iteration(Iterator[ODBBatch]):
     def __init__(self, loader: ODBDataLoader) -> None:
         self._loader: ODBDataLoader | None = loader
         self._process: CollateProcess | None = None
+        self._rounds = Rounds()
 
     def __next__(self) -> ODBBatch:
         loader = self._loader
@@ -50,9 +52,13 @@ class Iteration(Iterator[ODBBatch]):
         while True:
             kind, facts, payload = process.receive()
             if kind == "batch":
-                info, stats = facts
+                info, stats, rounds, resume = facts
                 if stats is not None:
                     loader._pass_stats.add(stats)
+                assert loader._place is not None
+                position = self._rounds.position(loader._place, rounds, *resume)
+                object.__setattr__(info, "position", position)  # frozen, and nobody else's yet
+                loader._position, loader._loaded = position, None
                 if info.is_idle:
                     return ODBBatch(IDLE_DATA, info, process.stand_in())
                 return ODBBatch(payload, info)
@@ -69,6 +75,7 @@ class Iteration(Iterator[ODBBatch]):
     def _finish(self, loader: ODBDataLoader) -> None:
         loader._finished_at = None if loader._meeting is None else loader._meeting.address
         loader._has_begun, loader._unfinished_epoch = True, None
+        loader._position, loader._loaded = None, None
         self._loader, loader._iteration = None, None
         if not loader._keeps_process:
             loader.close()

@@ -6,7 +6,7 @@ import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from odb_lightning.loader_options import (
 )
 from odb_lightning.plan.costs import RowCost, RowLimits, named_cost
 from odb_lightning.plan.rounds import ALIGNMENTS, Alignment
+from odb_lightning.resume import EpochPlace, Position, Start, check_settings, check_states, start_from
 from odb_lightning.runtime.client import CollateProcess
 from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised, check_rule
 from odb_lightning.runtime.errors import Failure, ODBLoaderError
@@ -228,6 +229,12 @@ class ODBDataLoader:
         self._meeting: Meeting | None = None
         """Of the iteration under way, or left before its end."""
         self._process: CollateProcess | None = None
+        self._place: EpochPlace | None = None
+        """The epoch begun last."""
+        self._position: Position | None = None
+        """After the last batch that was taken; None before the first one of an epoch, and after the last one."""
+        self._loaded: list[dict[str, Any]] | None = None
+        """States to go on from."""
         # Weakly: a pass ends, and its processes with it, when a broken-off `for` loop drops it.
         self._iteration: weakref.ref[Iteration] | None = None
 
@@ -253,8 +260,49 @@ class ODBDataLoader:
         return total
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next `iter()` runs; its order depends on (seed, epoch)."""
-        self._epoch, self._has_begun = epoch, False
+        """The epoch that the next `iter()` runs; its order depends on (seed, epoch). A state that was loaded is gone on from if
+        it is of this epoch."""
+        if self._loaded is not None and self._loaded[0]["epoch"] != epoch:
+            self._loaded = None
+        self._epoch, self._has_begun, self._position = epoch, False, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank is after the last batch that `next` gave, for `load_state_dict` in another run: plain containers of
+        numbers and text, a few per sample of the window, whatever the size of the data set.
+
+        Inside an accumulation window it is that window's beginning, since gradients are not kept. Each rank has its own. A
+        loop that fetches ahead of what it trains takes `batch.step.state_dict()` of the batch trained last. Raises
+        NotImplementedError for an iterable data set.
+        """
+        if self._position is not None:
+            return self._position.state_dict()
+        known = self._position_of_rank()
+        start = self._start(known)
+        place = self._place_at(known, self._epoch, start)
+        return place.state(start.step, start.num_samples, start.round_state, is_finished=self._has_begun)
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """The next `iter()` goes on where this rank's `state` was, with the batches that would have followed; the samples
+        trained before are not fetched again. Given the states of all ranks (a list, in their order), each takes its own; with
+        another `world_size` what is left of the epoch is dealt anew. With another budget, window or policy (`l_max`,
+        `buffer_size`, ...) what is left is planned anew, and a warning says so.
+
+        Raises ValueError for a damaged state, and for one that these options and this data set can't go on from, by name.
+        """
+        states = [state] if isinstance(state, dict) else list(state)
+        if not states:
+            raise ValueError("there is no state to load")
+        check_states(states)
+        known = self._position_of_rank()
+        changes = check_settings(states, self._place_at(known, states[0]["epoch"]).settings)
+        if changes and not states[0]["is_finished"]:
+            text = f"the rest of epoch {states[0]['epoch']} is planned anew: {'; '.join(changes)}"
+            warnings.warn(text, stacklevel=2)
+        self._end_iteration()
+        self._loaded, self._position = states, None
+        self._epoch, self._has_begun = states[0]["epoch"], states[0]["is_finished"]
+        if self._has_begun:
+            self._loaded = None
 
     def attach(self, *, rank: int, world_size: int, accumulate: int, max_steps: int | None) -> None:
         """What a trainer knows and the loader can't: its data-parallel position, micro-batches per update, and the steps after
@@ -302,7 +350,7 @@ class ODBDataLoader:
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_process": None, "_iteration": None, "_meeting": None}
+        return self.__dict__ | {"_process": None, "_iteration": None, "_meeting": None, "_position": None}
 
     def _end_iteration(self, reason: BaseException | None = None) -> str | None:
         iteration = None if self._iteration is None else self._iteration()
@@ -321,22 +369,29 @@ class ODBDataLoader:
         if self._unfinished_epoch != self._epoch:
             self._past_stats.add(self._pass_stats)
         self._pass_stats, self._unfinished_epoch = LoaderStats(), self._epoch
-        known = self._attached or _Attachment(*data_parallel_position(self.rank, self.world_size), self.accumulate or 1, None)
+        known = self._position_of_rank()
         rank, world_size = known.rank, known.world_size
         before, self._finished_at = self._finished_at, None
         self._meeting = Meeting(store_address(self._store, rank, world_size), rank, world_size)
         self._meeting.connect(self._options["timeouts"].setup)
         if self._is_iterable:
             check_sharding(self.dataset, self._options["sharding"], self._options["num_workers"], world_size)
+        start = self._start(known)
+        self._place, resumed = self._place_at(known, self._epoch, start), start.round_state
+        self._pass_stats.resumed_ids = list(start.done_ids)
         request = EpochRequest(
             epoch=self._epoch,
-            views=self._views(rank, world_size),
+            views=start.views,
             reshuffles=self._sampler is None and self.shuffle and not self._is_iterable,
             accumulate=known.accumulate,
             max_steps=known.max_steps,
             store=self._meeting.address,
             before=before,
-            data_knobs=self._data_knobs(),
+            data_knobs=self._data_knobs()
+            | {"step to begin at": start.step, "steps of the round to resume": resumed and len(resumed.group_sizes)},
+            first_step=start.step,
+            first_samples=start.num_samples,
+            resume=resumed,
         )
         if self._process is not None and self._process.is_inherited:
             self._process = None
@@ -354,6 +409,30 @@ class ODBDataLoader:
             self._end_process()
             raise
         return self._process
+
+    def _position_of_rank(self) -> _Attachment:
+        return self._attached or _Attachment(*data_parallel_position(self.rank, self.world_size), self.accumulate or 1, None)
+
+    def _place_at(self, known: _Attachment, epoch: int, start: Start | None = None) -> EpochPlace:
+        settings = LoaderSettings(rank=known.rank, world_size=known.world_size, **self._options)
+        knobs = {name: value for name, value in settings.shared_knobs().items() if name != "world_size"}
+        kind = "the default" if self._sampler is None else "dealt out" if self._deal_sampler else "each rank's own"
+        knobs |= {
+            "accumulate": known.accumulate,
+            "sampler": kind,
+            "len(dataset)": None if self._is_iterable else len(self.dataset),
+        }
+        if start is not None:
+            return EpochPlace(epoch, known.rank, known.world_size, knobs, start.views, start.origin)
+        views = () if not self._is_iterable else None
+        return EpochPlace(epoch, known.rank, known.world_size, knobs, views, None)
+
+    def _start(self, known: _Attachment) -> Start:
+        """Where this rank begins, and of which samples."""
+        if self._loaded is None:
+            return Start(self._views(known.rank, known.world_size))
+        place = self._place_at(known, self._epoch)
+        return start_from(self._loaded, place, self._views, check_settings(self._loaded, place.settings))
 
     def _tell_peers(self, failure: Failure) -> str | None:
         """How the iteration under way ended here. Gives what had ended it on a peer before."""

@@ -28,12 +28,21 @@ class AccumulationWindows(Generic[T]):
     the end of the epoch (`flush`).
     """
 
-    def __init__(self, accumulate: int, max_steps: int | None = None, quota: int | None = None) -> None:
+    def __init__(
+        self,
+        accumulate: int,
+        max_steps: int | None = None,
+        quota: int | None = None,
+        *,
+        num_steps: int = 0,
+        num_samples: int = 0,
+    ) -> None:
+        """`num_steps` and `num_samples` were before, in whole windows."""
         self.accumulate = accumulate
         self.max_steps = max_steps
         self.quota = quota
-        self.num_steps = 0
-        self.num_samples = 0
+        self.num_steps = num_steps
+        self.num_samples = num_samples
         self._pending: list[tuple[T, float, int]] = []
 
     @property

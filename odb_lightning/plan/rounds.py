@@ -80,6 +80,17 @@ class RoundPlanner:
         self._rule: _Rule = _Paper(limits) if alignment == "paper" else _Matched(limits, max_patches)
         self._counts_patches = max_patches is not None
 
+    def restore(self, window: dict[int, tuple[int, int]], *, num_observed: int, num_rounds: int, pass_start: int) -> None:
+        """Goes on where another planner with the same options was: with its window (ticket -> length, patches)."""
+        self.window = {ticket: length for ticket, (length, _) in window.items()}
+        self.patches = {ticket: patches for ticket, (_, patches) in window.items()} if self._counts_patches else {}
+        self.num_observed, self.num_rounds, self._pass_start = num_observed, num_rounds, pass_start
+
+    @property
+    def pass_start(self) -> int:
+        """Tickets given out before this pass of non-join, and used up by then."""
+        return self._pass_start
+
     @property
     def room(self) -> int:
         """Views that the window takes before the next round."""

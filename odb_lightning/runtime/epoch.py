@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from odb_lightning.runtime.exchange import Exchange, SoloExchange
 from odb_lightning.runtime.fetch import Fetcher, Observed
 from odb_lightning.runtime.presence import Presence
 from odb_lightning.runtime.ring import BatchSender
+from odb_lightning.runtime.round_state import RoundState
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
 from odb_lightning.runtime.settings import EpochRequest, LoaderSettings, LoaderStats
 from odb_lightning.runtime.stand_in import StandIn
@@ -68,23 +70,50 @@ class EpochRun:
             knobs=f"{request.epoch}/{settings.shared_knobs()}",
             joins=settings.mode == "join",
         )
-        self._windows: AccumulationWindows[_Collated] = AccumulationWindows(request.accumulate, request.max_steps)
+        self._windows: AccumulationWindows[_Collated] = AccumulationWindows(
+            request.accumulate, request.max_steps, num_steps=request.first_step, num_samples=request.first_samples
+        )
         self._held: dict[int, Observed] = {}
+        self._places: dict[int, int] = {}
+        """Of the tickets held: see `RoundState`."""
+        self._wanted: deque[int] = deque()
+        """Tickets given before the epoch was resumed, whose samples come first."""
+        self._num_taken = 0
+        self._lengths_before: dict[int, tuple[int, int]] = {}
+        """And patches, of the tickets wanted."""
         self._is_exhausted = False
         self._next: Observed | None = None
         """A kept sample that the window had no room for."""
-        self._num_emitted = 0
+        self._num_emitted = request.first_step
+        self._num_samples_emitted = request.first_samples
+        self._new_rounds: list[RoundState] = []
+        """Planned since the last batch was emitted."""
         self._num_released = 0
         """Tickets before this one have no part in a message of many samples."""
         num_views = 0 if request.views is None else len(request.views)
         self._num_views_left: int | None = None if request.views is None else num_views
         """Of this pass; None for an iterable data set, which does not say."""
+        if request.resume is not None:
+            num_views = self._restore(request.resume, num_views)
         self._stats = LoaderStats(passes=1, views_expected=num_views, outstanding_depth=settings.outstanding_depth)
         self._lengths: list[int] = []
         """Observed since the stats were last taken."""
         self._exchange: Exchange = SoloExchange(Presence())
         stand_in.begin_epoch()
         self._samples = fetcher.start(request, lambda: self._exchange.presence.tick())
+
+    def _restore(self, state: RoundState, num_views: int) -> int:
+        """Gives the number of views that this epoch still has, those at hand included."""
+        self._planner.restore(
+            state.window(), num_observed=state.num_observed, num_rounds=state.num_rounds, pass_start=state.pass_start
+        )
+        self._places = dict(zip(state.tickets, state.places, strict=True))
+        self._wanted.extend(state.tickets)
+        self._lengths_before = dict(zip(state.tickets, zip(state.lengths, state.patches, strict=True), strict=True))
+        self._num_taken = state.num_taken
+        left = max(num_views - state.num_taken, 0)
+        self._is_exhausted, self._num_views_left = state.is_exhausted, left
+        return left + len(state.tickets)
 
     def run(self, exchange: Exchange) -> None:
         """Emits all steps of the epoch. Raises RaisedFailure for a failure of this rank, PeerFailure for a peer's."""
@@ -97,6 +126,8 @@ class EpochRun:
             self._windows.quota = int(exchange.all_reduce_sum([num_views])[0]) if quota is None else quota
             if self._windows.quota == 0:
                 self._check_quota()
+        if self._request.resume is not None:
+            self._emit_round(self._request.resume.groups())
         while not self._windows.is_full:
             presence.round = self._planner.num_rounds
             failure = self._catch(self._fill_window)
@@ -154,6 +185,8 @@ class EpochRun:
 
     def _fill_window(self) -> None:
         self._exchange.presence.note("fetching samples")
+        while self._wanted:
+            self._fetch_wanted()
         while not self._is_exhausted:
             if self._next is None:
                 if self._planner.room <= 0 and self._planner.joins:
@@ -165,14 +198,31 @@ class EpochRun:
             if self._next is None:
                 self._is_exhausted = True
             elif self._planner.room > 0:
-                self._held[self._planner.observe(self._next.length, self._next.patches)] = self._next
+                ticket = self._planner.observe(self._next.length, self._next.patches)
+                self._held[ticket], self._places[ticket] = self._next, self._num_taken - 1
                 self._next = None
             else:
                 return
 
+    def _fetch_wanted(self) -> None:
+        """The next sample of those that were at hand where the epoch is resumed."""
+        observed, ticket = next(self._samples, None), self._wanted.popleft()
+        assert observed is not None
+        size = (observed.length, observed.patches)
+        if size != self._lengths_before[ticket]:
+            where = f"dataset[{observed.sample_id!r}]"
+            error = (
+                f"it has length and patches {size} now, and had {self._lengths_before[ticket]} when the state was saved, so "
+                "the epoch can't be resumed as it was planned: a data set has to give the same sample for the same index and "
+                "random state (Python's, numpy's and torch's generators are seeded for each sample)"
+            )
+            raise RaisedFailure(Failure(where, error, sample_id=observed.sample_id))
+        self._held[ticket] = observed
+
     def _next_kept(self) -> Observed | None:
         """The next sample that no policy drops; None at the end of a pass."""
         while (observed := next(self._samples, None)) is not None:
+            self._num_taken += 1
             if self._num_views_left is None:
                 self._stats.views_expected += 1
             else:
@@ -222,6 +272,7 @@ class EpochRun:
         self._num_released = max(late, self._num_released)
 
     def _emit_round(self, groups: list[list[int]]) -> None:
+        self._new_rounds.append(self._state(groups))
         if self._request.max_steps is not None:
             groups = groups[: self._request.max_steps - self._windows.num_steps]
         start = 0
@@ -230,6 +281,27 @@ class EpochRun:
                 break
             self._emit_block(groups[start : start + size])
             start += size
+
+    def _state(self, groups: list[list[int]]) -> RoundState:
+        """With a round's groups planned, and none of them emitted."""
+        window, patches = self._planner.window, self._planner.patches
+        of_groups = [ticket for group in groups for ticket in group]
+        held, tickets = self._held, [*of_groups, *window]
+        known = [self._lengths_before.get(ticket) or held[ticket][1:3] for ticket in of_groups]
+        return RoundState(
+            first_step=self._windows.num_steps,
+            first_samples=self._windows.num_samples,
+            num_rounds=self._planner.num_rounds,
+            num_observed=self._planner.num_observed,
+            pass_start=self._planner.pass_start,
+            num_taken=self._num_taken - (self._next is not None),
+            is_exhausted=self._is_exhausted,
+            group_sizes=list(map(len, groups)),
+            tickets=tickets,
+            places=list(map(self._places.__getitem__, tickets)),
+            lengths=[size[0] for size in known] + list(window.values()),
+            patches=[size[1] for size in known] + [patches.get(ticket, 0) for ticket in window],
+        )
 
     def _emit_block(self, groups: list[list[int]]) -> None:
         self._exchange.presence.note("collating")
@@ -259,7 +331,11 @@ class EpochRun:
         self._exchange.presence.tick()
         if not group:
             return _Collated(None, (), 0, 0, 0)
+        while any(ticket not in self._held for ticket in group):
+            self._fetch_wanted()
         observed = [self._held.pop(ticket) for ticket in group]
+        for ticket in group:
+            del self._places[ticket]
         samples = [item.sample for item in observed]
         sample_ids = tuple(item.sample_id for item in observed)
         spare = self._stand_in.candidates(samples) if self._settings.world_size > 1 else []
@@ -279,7 +355,11 @@ class EpochRun:
 
     def _emit(self, steps: list[SummedStep[_Collated]]) -> None:
         stats: LoaderStats | None = self._take_stats() if steps else None
-        for summed in steps:
+        # Until the last step of a window was trained, its gradients are incomplete, and are not kept: it begins again.
+        first, whole = self._num_emitted, sum(summed.global_samples for summed in steps)
+        for index, summed in enumerate(steps):
+            is_last = index == len(steps) - 1
+            resume = (first + len(steps), self._num_samples_emitted + whole) if is_last else (first, self._num_samples_emitted)
             step = summed.item
             num_samples = len(step.sample_ids)
             info = StepInfo(
@@ -305,13 +385,14 @@ class EpochRun:
             for text in self._counter.take_warnings():
                 self._sender.send("warning", text)
             try:
-                self._sender.send("batch", (info, stats), step.data)
+                self._sender.send("batch", (info, stats, self._new_rounds, resume), step.data)
             except (EOFError, ConnectionError, TimeoutError):
                 raise
             except Exception as error:
                 where = f"sending what collate_fn made of samples {list(step.sample_ids)!r}"
                 raise RaisedFailure(Failure.of(error, where, step.sample_ids)) from error
-            self._num_emitted, stats = self._num_emitted + 1, None
+            self._num_emitted, stats, self._new_rounds = self._num_emitted + 1, None, []
+        self._num_samples_emitted += whole
 
     def _take_stats(self) -> LoaderStats:
         """What was counted since the last message."""

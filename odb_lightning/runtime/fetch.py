@@ -31,12 +31,6 @@ class Observed(NamedTuple):
     sample: Any
 
 
-class _ChunkRequest(NamedTuple):
-    seed: str
-    """Of the pass: what the samples' own seeds are made of."""
-    sample_ids: Sequence[Hashable]
-
-
 class _Chunk(NamedTuple):
     sample_ids: list[Hashable]
     lengths: list[int]
@@ -192,18 +186,25 @@ class _ChunkStream(IterableDataset[_Chunk]):
             raise RuntimeError("the data set's set_epoch or __iter__ raised StopIteration") from error
 
 
-class _Chunks(Sampler[_ChunkRequest]):
+class _Views(NamedTuple):
+    """Part of a pass: what the samples' own seeds are made of, and their ids, in order."""
+
+    seed: str
+    sample_ids: Any
+
+
+class _Chunks(Sampler[_Views]):
     """The requests of the pass at hand; set anew for each."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.seed = ""
-        self.views: Any = ()
+        self.parts: list[_Views] = []
 
-    def __iter__(self) -> Iterator[_ChunkRequest]:
-        for start in range(0, len(self.views), self.size):
-            part = self.views[start : start + self.size]
-            yield _ChunkRequest(self.seed, part.tolist() if isinstance(part, np.ndarray) else list(part))
+    def __iter__(self) -> Iterator[_Views]:
+        for seed, sample_ids in self.parts:
+            for start in range(0, len(sample_ids), self.size):
+                chunk = sample_ids[start : start + self.size]
+                yield _Views(seed, chunk.tolist() if isinstance(chunk, np.ndarray) else list(chunk))
 
 
 def _pass_seed(seed: int, epoch: int, pass_number: int) -> str:
@@ -251,30 +252,40 @@ class Fetcher:
 
     def start(self, request: EpochRequest, on_message: Callable[[], None]) -> Iterator[Observed | None]:
         """Starts the workers on the epoch at once; gives the samples as they are asked for, and calls `on_message` when more
-        have come. In non-join, None stands between two passes, of which there is no end.
+        have come. In non-join, None stands between two passes, of which there is no end. A resumed epoch begins with the
+        samples that were at hand, in the order of its state.
 
         Raises RaisedFailure at the sample that failed, after all samples before it.
         """
         self._on_message = on_message
-        return self._passes(request, self._begin(request, 0))
+        resume = request.resume
+        if resume is None or len(request.views) == 0:
+            return self._passes(request, 0, self._begin(request, 0))
+        pass_number, offset = divmod(resume.num_taken, len(request.views))
+        if offset == 0 and resume.num_taken and (self._settings.mode == "join" or not resume.is_exhausted):
+            pass_number, offset = pass_number - 1, len(request.views)  # the end of the pass is still to be told
+        again = _places(request, resume.places, self._settings.seed)
+        return self._passes(request, pass_number, self._begin(request, pass_number, offset, again))
 
-    def _begin(self, request: EpochRequest, pass_number: int) -> Iterator[_Chunk]:
-        views, seed = request.views, self._settings.seed
-        if pass_number and request.reshuffles:
-            views = np.random.default_rng(derive_seed(seed, request.epoch, "pass", pass_number)).permutation(views)
-        self._chunks.seed, self._chunks.views = _pass_seed(seed, request.epoch, pass_number), views
+    def _begin(
+        self, request: EpochRequest, pass_number: int, offset: int = 0, before: Sequence[_Views] = ()
+    ) -> Iterator[_Chunk]:
+        seed = _pass_seed(self._settings.seed, request.epoch, pass_number)
+        views = _views_of(request, pass_number, self._settings.seed)
+        self._chunks.parts = [*before, _Views(seed, () if views is None else views[offset:])]
         self._current.array.view(np.int64)[:] = request.epoch, pass_number
         if self._stream is not None:
             self._stream.set_epoch(request.epoch)
         with self._limit:  # workers that are kept bring what they were asked for in the last pass, first
             return iter(self._loader)
 
-    def _passes(self, request: EpochRequest, chunks: Iterator[_Chunk]) -> Iterator[Observed | None]:
-        for pass_number in itertools.count(1):
+    def _passes(self, request: EpochRequest, pass_number: int, chunks: Iterator[_Chunk]) -> Iterator[Observed | None]:
+        while True:
             yield from self._samples(chunks)
             if self._settings.mode == "join":
                 return
             yield None
+            pass_number += 1
             chunks = self._begin(request, pass_number)
 
     def _samples(self, chunks: Iterator[_Chunk]) -> Iterator[Observed]:
@@ -287,3 +298,22 @@ class Fetcher:
             yield from map(Observed, chunk.sample_ids, chunk.lengths, chunk.patches, unpack_samples(chunk.samples))
             if chunk.failure is not None:
                 raise RaisedFailure(chunk.failure)
+
+
+def _views_of(request: EpochRequest, pass_number: int, seed: int) -> Any:
+    """This rank's sample ids in the order of a pass."""
+    if pass_number and request.reshuffles:
+        return np.random.default_rng(derive_seed(seed, request.epoch, "pass", pass_number)).permutation(request.views)
+    return request.views
+
+
+def _places(request: EpochRequest, places: Sequence[int], seed: int) -> list[_Views]:
+    """The samples at these places, which count views over all passes."""
+    parts = []
+    for pass_number, run in itertools.groupby(places, lambda place: place // len(request.views)):
+        views = _views_of(request, pass_number, seed)
+        ids = [views[place % len(request.views)] for place in run]
+        parts.append(
+            _Views(_pass_seed(seed, request.epoch, pass_number), np.array(ids) if isinstance(views, np.ndarray) else ids)
+        )
+    return parts

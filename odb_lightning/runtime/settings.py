@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from odb_lightning.plan.costs import RowCost, RowLimits, describe_cost
 from odb_lightning.plan.rounds import Alignment
+from odb_lightning.runtime.round_state import RoundState
 
 HELPER_PROCESS_NAME = "odb-collate"
 HELPER_VARIABLE = "ODB_HELPER_PROCESS"
@@ -133,6 +134,12 @@ class EpochRequest:
     """The meeting point of the epoch before."""
     data_knobs: dict[str, Any]
     """What has to be the same on all ranks, beside the loader's options."""
+    first_step: int = 0
+    """Steps of the epoch that were trained before, in another run; a whole number of windows."""
+    first_samples: int = 0
+    """Samples trained in them, over all ranks."""
+    resume: RoundState | None = None
+    """Where this rank goes on; None at the beginning of `views`."""
 
 
 @dataclass
@@ -151,6 +158,8 @@ class LoaderStats:
     dropped: dict[str, int] = field(default_factory=dict)
     """Samples left out by a policy, by reason: "empty", "oversize"."""
     dropped_ids: list[Hashable] = field(default_factory=list)
+    resumed_ids: list[Hashable] = field(default_factory=list)
+    """Samples that were done with (trained or left out) before an epoch was resumed; not expected any more."""
     over_budget: int = 0
     """Samples longer than l_max, emitted alone."""
     outstanding_depth: int = 0

@@ -1,0 +1,265 @@
+"""The state of a loader: where each rank was in an epoch, and how another run goes on from there."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from odb_lightning.runtime.round_state import RoundState
+from odb_lightning.runtime.seeding import derive_seed
+
+_VERSION = 1
+_KEYS = frozenset(
+    ["version", "epoch", "step", "num_samples", "is_finished", "rank", "world_size", "settings", "views", "round", "origin"]
+)
+_PLANNED_WITH = ("l_max", "buffer_size", "max_rows", "budget", "cost", "max_patches", "alignment", "oversize", "empty")
+"""Options that may change: then the rest of the epoch is planned anew."""
+_FIXED = {
+    "seed": "it decides the order of samples and their random transforms",
+    "shuffle": "it decides the order of samples",
+    "len(dataset)": "the samples that are left can't be told any more",
+    "sampler": "the samples that are left can't be told any more",
+    "mode": "it decides which samples an epoch has",
+    "quota": "it decides where the epoch ends",
+}
+
+State = dict[str, Any]
+Views = Sequence[Hashable] | np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class EpochPlace:
+    """What is the same for all batches of an epoch on a rank."""
+
+    epoch: int
+    rank: int
+    world_size: int
+    settings: dict[str, Any]
+    """The loader's options, as far as a state depends on them."""
+    views: Views | None
+    """This rank's sample ids in the order of the sampler; None for an iterable data set."""
+    origin: State | None
+    """What the views are the rest of, if they are one."""
+
+    def state(self, step: int, num_samples: int, round_state: RoundState | None, is_finished: bool = False) -> State:
+        """Plain containers of numbers and text."""
+        if self.views is None:
+            raise NotImplementedError("an iterable data set has no state: where its readers are is not known")
+        state = {
+            "version": _VERSION,
+            "epoch": self.epoch,
+            "step": step,
+            "num_samples": num_samples,
+            "is_finished": is_finished,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "settings": self.settings,
+            "views": {"number": len(self.views), "checksum": checksum_of(self.views)},
+            "round": None if round_state is None else round_state.to_dict(),
+            "origin": self.origin,
+        }
+        return state | {"checksum": _checksum(state)}
+
+
+class Position:
+    """Where a rank is when a batch was trained. It is bound to its process: a copy of a batch that is sent away has none."""
+
+    __slots__ = ("_num_samples", "_place", "_round", "_step")
+
+    def __init__(self, place: EpochPlace, round_state: RoundState, step: int, num_samples: int) -> None:
+        self._place, self._round, self._step, self._num_samples = place, round_state, step, num_samples
+
+    def state_dict(self) -> State:
+        """The loader's state: see `ODBDataLoader.state_dict`."""
+        return self._place.state(self._step, self._num_samples, self._round.at(self._step, self._num_samples))
+
+    def __deepcopy__(self, _: Any) -> Position:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+class Rounds:
+    """The rounds that batches in training may have to be taken up in."""
+
+    def __init__(self) -> None:
+        self._rounds: list[RoundState] = []
+
+    def position(self, place: EpochPlace, new: list[RoundState], step: int, num_samples: int) -> Position:
+        """Of a batch that came with `new` rounds, if the run goes on at `step`."""
+        self._rounds += new
+        index = bisect.bisect_right([found.first_step for found in self._rounds], step) - 1
+        del self._rounds[:index]
+        return Position(place, self._rounds[0], step, num_samples)
+
+
+def checksum_of(views: Views) -> int:
+    """The same for the same sample ids in the same order."""
+    if isinstance(views, np.ndarray):
+        return zlib.crc32(np.ascontiguousarray(views, dtype=np.int64).tobytes())
+    return zlib.crc32(repr([view.item() if isinstance(view, np.generic) else view for view in views]).encode())
+
+
+def _checksum(state: State) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+
+
+def check_states(states: Sequence[State]) -> None:
+    """Raises ValueError for what is no state of a loader, or was damaged, and for states that do not belong together."""
+    for state in states:
+        if not isinstance(state, dict) or state.keys() != _KEYS | {"checksum"}:
+            raise ValueError(f"this is no state of an ODBDataLoader, or it is damaged: {_shortened(state)}")
+        if state["version"] != _VERSION:
+            raise ValueError(f"the loader's state has version {state['version']}, and this is known: {_VERSION}")
+        if state["checksum"] != _checksum({key: value for key, value in state.items() if key != "checksum"}):
+            raise ValueError("the loader's state is damaged: its checksum is not that of its content")
+    moments = {(state["epoch"], state["step"], state["world_size"]) for state in states}
+    if len(moments) > 1:
+        raise ValueError(f"the loader's states are not of one moment: (epoch, step, world_size) are {sorted(moments)}")
+    ranks = [state["rank"] for state in states]
+    if len(states) > 1 and ranks != list(range(states[0]["world_size"])):
+        raise ValueError(f"the loader's states are of ranks {ranks}; give one of each rank, in their order")
+
+
+def _shortened(state: object) -> str:
+    return f"{sorted(map(str, state))}" if isinstance(state, dict) else f"a {type(state).__name__}"
+
+
+def check_settings(states: Sequence[State], settings: dict[str, Any]) -> list[str]:
+    """What is said of the options that have changed since, and only mean that the rest of the epoch is planned anew. Raises
+    ValueError for others."""
+    before, step = states[0]["settings"], states[0]["step"]
+    for name, reason in _FIXED.items():
+        if before.get(name) != settings.get(name):
+            raise ValueError(
+                f"{name} was {before.get(name)!r} when the loader's state was saved and is {settings.get(name)!r} now: "
+                f"{reason}. Set it back, or begin a new epoch without the state"
+            )
+    if step % settings["accumulate"]:
+        raise ValueError(
+            f"the state is at step {step} of epoch {states[0]['epoch']} and was saved with accumulate={before['accumulate']}: "
+            f"windows of accumulate={settings['accumulate']} steps do not begin there"
+        )
+    return [
+        f"{name} was {before[name]!r} and is {settings[name]!r}" for name in _PLANNED_WITH if before[name] != settings[name]
+    ]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a rank begins in an epoch."""
+
+    views: Any
+    step: int = 0
+    num_samples: int = 0
+    round_state: RoundState | None = None
+    origin: State | None = None
+    done_ids: tuple[Hashable, ...] = ()
+    """Samples that need no further training in this epoch."""
+
+
+BaseViews = Callable[[int, int], Any]
+"""The sampler's ids of a rank, of so many."""
+
+
+def start_from(states: Sequence[State], place: EpochPlace, base: BaseViews, changes: list[str]) -> Start:
+    """How `place.rank` goes on from the states of one moment: its own, or those of all ranks. With the same world size and
+    options, exactly as it would have; else (`changes`) with what is left of the epoch, planned anew.
+
+    Raises ValueError for a state that is not this rank's, and for samples that are not those of the state.
+    """
+    first = states[0]
+    own = [state for state in states if state["rank"] == place.rank]
+    is_same = first["world_size"] == place.world_size
+    if is_same and not own:
+        raise ValueError(f"the loader's state is that of rank {first['rank']}, and this is rank {place.rank}")
+    if not is_same and len(states) != first["world_size"]:
+        raise ValueError(
+            f"the loader's state is of world_size={first['world_size']}, and this is {place.world_size}: what is left of the "
+            "epoch can be dealt to the ranks anew, given the states of all ranks (a list, in their order)"
+        )
+    step, num_samples = first["step"], first["num_samples"]
+    if step == 0 and first["origin"] is None and first["round"] is None:
+        return Start(base(place.rank, place.world_size))
+    if is_same and not changes:
+        (state,) = own
+        views = _views_of(state, base)
+        round_state = None if state["round"] is None else RoundState.from_dict(state["round"])
+        return Start(views, step, num_samples, round_state, state["origin"], _done(state, base, views))
+    if place.settings["mode"] != "join":
+        _refuse_anew([*changes, *([] if is_same else [f"world_size was {first['world_size']} and is {place.world_size}"])])
+    if not is_same and place.settings["sampler"] == "each rank's own":
+        raise ValueError(
+            f"world_size was {first['world_size']} and is {place.world_size}: what is left of a sampler of each rank's own "
+            "can't be dealt to others (the default sampler, or deal_sampler=True, can)"
+        )
+    origin: State = {"deals": not is_same, "states": list(states) if not is_same else own}
+    done_ids = tuple(sample_id for state in origin["states"] for sample_id in _done(state, base, _views_of(state, base)))
+    return Start(_rest(origin, place.rank, place.world_size, base), step, num_samples, None, origin, done_ids)
+
+
+def _refuse_anew(changes: list[str]) -> NoReturn:
+    raise ValueError(
+        f"{'; '.join(changes)}: in non_join the rest of an epoch can't be planned anew, as its passes overlap. Set it back, or "
+        "begin a new epoch without the state"
+    )
+
+
+def _views_of(state: State, base: BaseViews) -> Any:
+    """The views that the places of a state count."""
+    rank, world_size, origin = state["rank"], state["world_size"], state["origin"]
+    views = base(rank, world_size) if origin is None else _rest(origin, rank, world_size, base)
+    if {"number": len(views), "checksum": checksum_of(views)} != state["views"]:
+        raise ValueError(
+            f"rank {rank} has {len(views)} samples in epoch {state['epoch']}, which are not the {state['views']['number']} of "
+            "the loader's state: the data set or the sampler has changed, or the sampler's order is a different one each time "
+            "(seed it by the epoch, in set_epoch)"
+        )
+    return views
+
+
+def _rest(origin: State, rank: int, world_size: int, base: BaseViews) -> Any:
+    """What is left of the views of one rank; of those of all ranks, this rank's part."""
+    parts = [_left(state, _views_of(state, base)) for state in origin["states"]]
+    if not origin["deals"]:
+        return parts[0]
+    everything = [sample_id for part in parts for sample_id in part]
+    state = origin["states"][0]
+    if state["settings"]["shuffle"]:
+        order = np.random.default_rng(derive_seed(state["settings"]["seed"], state["epoch"], "rest", state["step"]))
+        everything = [everything[index] for index in order.permutation(len(everything))]
+    return everything[rank::world_size]
+
+
+def _left(state: State, views: Any) -> list[Hashable]:
+    if state["round"] is None:
+        return list(views)
+    found = RoundState.from_dict(state["round"])
+    ids = [views[place] for place in sorted(found.places)] + list(views[found.num_taken :])
+    return [sample_id.item() if isinstance(sample_id, np.generic) else sample_id for sample_id in ids]
+
+
+def _done(state: State, base: BaseViews, views: Any) -> tuple[Hashable, ...]:
+    """Trained or left out before the state's moment. In a further pass of non-join nothing is: it begins anew."""
+    before = (
+        ()
+        if state["origin"] is None
+        else tuple(sample_id for one in state["origin"]["states"] for sample_id in _done(one, base, _views_of(one, base)))
+    )
+    if state["round"] is None:
+        return before
+    found = RoundState.from_dict(state["round"])
+    held = set(found.places)
+    done = (views[place] for place in range(min(found.num_taken, len(views))) if place not in held)
+    return before + tuple(sample_id.item() if isinstance(sample_id, np.generic) else sample_id for sample_id in done)
