@@ -19,6 +19,7 @@ if TYPE_CHECKING or not _is_helper:
     from odb_lightning.strategies import (
         ODBDDPStrategy,
         ODBDeepSpeedStrategy,
+        ODBFSDPStrategy,
         ODBModelParallelStrategy,
         ODBSingleDeviceStrategy,
         ODBStrategyMixin,
@@ -41,6 +42,7 @@ __all__ = [
     "ODBDataLoader",
     "ODBDataModule",
     "ODBDeepSpeedStrategy",
+    "ODBFSDPStrategy",
     "ODBLoaderError",
     "ODBModelParallelStrategy",
     "ODBSingleDeviceStrategy",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 LossScaling = Literal["token", "sample", "none"]
 """What the loss of a batch is a mean over: its supervised tokens, its samples, or neither (leave it as it is)."""
+
+LossReduction = Literal["mean", "sum"]
+"""What the loss of a batch is of its targets' losses."""
 
 
 class _IdleData:
@@ -55,11 +58,21 @@ class StepInfo:
     world_size: int = 1
     accumulate: int = 1
     """Micro-batches per update that the window was planned for; the last window of an epoch can be shorter."""
+    position: ClassVar[Any] = None
+    """Set on each that a loader gives; no field, as it is nothing to write down."""
 
-    def loss_multiplier(self, mode: LossScaling = "token") -> float:
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state (see `ODBDataLoader.state_dict`) when this step was trained, for a loop that fetches ahead."""
+        if self.position is None:
+            raise RuntimeError("this StepInfo was sent to another process, or made there, and has no state")
+        state: dict[str, Any] = self.position.state_dict()
+        return state
+
+    def loss_multiplier(self, mode: LossScaling = "token", reduction: LossReduction = "mean") -> float:
         """The factor for this batch's mean loss, for a trainer that divides each loss by `accumulate` and
         averages gradients over `world_size` ranks: `world_size * accumulate * n / N`, with n this batch's and N
-        the window's supervised tokens (`"token"`) or samples (`"sample"`); `"none"` is 1.
+        the window's supervised tokens (`"token"`) or samples (`"sample"`); `"none"` is 1. For a loss that is the sum over
+        the batch's targets (`reduction="sum"`) it is without n.
 
         The gradient of the update is then that of the mean over all targets of the window. It is 0.0 for an idle
         step and for a batch or a window without targets (multiply no loss by it then: the mean over nothing is NaN).
@@ -73,7 +86,9 @@ class StepInfo:
             return 0.0 if self.is_idle else 1.0
         else:
             raise ValueError(f"loss scaling {mode!r} is unknown: choose 'token', 'sample' or 'none'")
-        return self.world_size * self.accumulate * part / whole if part else 0.0
+        if not part:
+            return 0.0
+        return self.world_size * self.accumulate * (part if reduction == "mean" else 1) / whole
 
 
 class ODBBatch:
@@ -104,8 +119,9 @@ class ODBBatch:
     def _not_data(self, *_: object) -> NoReturn:
         raise TypeError(
             "an ODBBatch was used as if it were the data. Under Lightning use an ODB strategy, which hands the plain batch "
-            "to your hooks: Trainer(strategy='odb'), 'odb_ddp' or 'odb_deepspeed_stage_1', '_2', '_3' (import odb_lightning "
-            "first); in a loop of your own use batch.data and batch.step, and leave out steps with batch.step.is_idle."
+            "to your hooks: Trainer(strategy='odb'), 'odb_ddp', 'odb_deepspeed_stage_1', '_2', '_3', 'odb_model_parallel' or "
+            "'odb_fsdp' (import odb_lightning first); in a loop of your own use batch.data, or batch.stand_in where "
+            "batch.step.is_idle, and scale the loss by batch.step.loss_multiplier()."
         )
 
     __getitem__ = __iter__ = __len__ = __contains__ = _not_data

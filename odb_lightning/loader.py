@@ -277,7 +277,8 @@ class ODBDataLoader:
         if self._position is not None:
             return self._position.state_dict()
         known = self._position_of_rank()
-        start = self._start(known)
+        with preserved_random_state():  # which a sampler may draw from
+            start = self._start(known)
         place = self._place_at(known, self._epoch, start)
         return place.state(start.step, start.num_samples, start.round_state, is_finished=self._has_begun)
 
@@ -295,7 +296,7 @@ class ODBDataLoader:
         check_states(states)
         known = self._position_of_rank()
         changes = check_settings(states, self._place_at(known, states[0]["epoch"]).settings)
-        if changes and not states[0]["is_finished"]:
+        if changes:
             text = f"the rest of epoch {states[0]['epoch']} is planned anew: {'; '.join(changes)}"
             warnings.warn(text, stacklevel=2)
         self._end_iteration()
@@ -323,7 +324,7 @@ class ODBDataLoader:
     def __iter__(self) -> Iterator[ODBBatch]:
         self._end_iteration()
         if self._has_begun:
-            self._epoch, self._has_begun = self._epoch + 1, False
+            self._epoch, self._has_begun, self._position = self._epoch + 1, False, None
         iteration = Iteration(self)
         self._iteration = weakref.ref(iteration)
         return iteration

@@ -18,6 +18,8 @@ _VERSION = 1
 _KEYS = frozenset(
     ["version", "epoch", "step", "num_samples", "is_finished", "rank", "world_size", "settings", "views", "round", "origin"]
 )
+_SHARED = ("epoch", "step", "is_finished", "world_size", "num_samples", "settings")
+"""The same on all ranks at one moment."""
 _PLANNED_WITH = ("l_max", "buffer_size", "max_rows", "budget", "cost", "max_patches", "alignment", "oversize", "empty")
 """Options that may change: then the rest of the epoch is planned anew."""
 _FIXED = {
@@ -50,7 +52,10 @@ class EpochPlace:
     def state(self, step: int, num_samples: int, round_state: RoundState | None, is_finished: bool = False) -> State:
         """Plain containers of numbers and text."""
         if self.views is None:
-            raise NotImplementedError("an iterable data set has no state: where its readers are is not known")
+            raise NotImplementedError(
+                "an iterable data set has no state: where its readers are is not known. Begin its epoch anew (set_epoch), or "
+                "make it a map-style one"
+            )
         state = {
             "version": _VERSION,
             "epoch": self.epoch,
@@ -115,6 +120,13 @@ def _checksum(state: State) -> int:
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
+def _is_whole(state: State) -> bool:
+    try:
+        return bool(state["checksum"] == _checksum({key: value for key, value in state.items() if key != "checksum"}))
+    except (TypeError, ValueError):  # what JSON does not know
+        return False
+
+
 def check_states(states: Sequence[State]) -> None:
     """Raises ValueError for what is no state of a loader, or was damaged, and for states that do not belong together."""
     for state in states:
@@ -122,11 +134,12 @@ def check_states(states: Sequence[State]) -> None:
             raise ValueError(f"this is no state of an ODBDataLoader, or it is damaged: {_shortened(state)}")
         if state["version"] != _VERSION:
             raise ValueError(f"the loader's state has version {state['version']}, and this is known: {_VERSION}")
-        if state["checksum"] != _checksum({key: value for key, value in state.items() if key != "checksum"}):
+        if not _is_whole(state):
             raise ValueError("the loader's state is damaged: its checksum is not that of its content")
-    moments = {(state["epoch"], state["step"], state["world_size"]) for state in states}
-    if len(moments) > 1:
-        raise ValueError(f"the loader's states are not of one moment: (epoch, step, world_size) are {sorted(moments)}")
+    for name in _SHARED:
+        values = [state[name] for state in states]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"the loader's states are not of one moment of one run: {name} is {values}")
     ranks = [state["rank"] for state in states]
     if len(states) > 1 and ranks != list(range(states[0]["world_size"])):
         raise ValueError(f"the loader's states are of ranks {ranks}; give one of each rank, in their order")
@@ -146,14 +159,24 @@ def check_settings(states: Sequence[State], settings: dict[str, Any]) -> list[st
                 f"{name} was {before.get(name)!r} when the loader's state was saved and is {settings.get(name)!r} now: "
                 f"{reason}. Set it back, or begin a new epoch without the state"
             )
-    if step % settings["accumulate"]:
+    if before["accumulate"] != settings["accumulate"] and step % settings["accumulate"]:
         raise ValueError(
             f"the state is at step {step} of epoch {states[0]['epoch']} and was saved with accumulate={before['accumulate']}: "
             f"windows of accumulate={settings['accumulate']} steps do not begin there"
         )
-    return [
+    if _is_between_epochs(states[0]):
+        return []
+    changes = [
         f"{name} was {before[name]!r} and is {settings[name]!r}" for name in _PLANNED_WITH if before[name] != settings[name]
     ]
+    if changes and settings["mode"] != "join":
+        _refuse_anew(changes)
+    return changes
+
+
+def _is_between_epochs(state: State) -> bool:
+    """Before the first batch of one, or after the last."""
+    return state["round"] is None and state["origin"] is None
 
 
 @dataclass(frozen=True)
@@ -184,21 +207,21 @@ def start_from(states: Sequence[State], place: EpochPlace, base: BaseViews, chan
     is_same = first["world_size"] == place.world_size
     if is_same and not own:
         raise ValueError(f"the loader's state is that of rank {first['rank']}, and this is rank {place.rank}")
+    if _is_between_epochs(first):
+        return Start(base(place.rank, place.world_size))
     if not is_same and len(states) != first["world_size"]:
         raise ValueError(
             f"the loader's state is of world_size={first['world_size']}, and this is {place.world_size}: what is left of the "
             "epoch can be dealt to the ranks anew, given the states of all ranks (a list, in their order)"
         )
     step, num_samples = first["step"], first["num_samples"]
-    if step == 0 and first["origin"] is None and first["round"] is None:
-        return Start(base(place.rank, place.world_size))
     if is_same and not changes:
         (state,) = own
         views = _views_of(state, base)
         round_state = None if state["round"] is None else RoundState.from_dict(state["round"])
         return Start(views, step, num_samples, round_state, state["origin"], _done(state, base, views))
     if place.settings["mode"] != "join":
-        _refuse_anew([*changes, *([] if is_same else [f"world_size was {first['world_size']} and is {place.world_size}"])])
+        _refuse_anew([f"world_size was {first['world_size']} and is {place.world_size}"])
     if not is_same and place.settings["sampler"] == "each rank's own":
         raise ValueError(
             f"world_size was {first['world_size']} and is {place.world_size}: what is left of a sampler of each rank's own "
@@ -209,7 +232,7 @@ def start_from(states: Sequence[State], place: EpochPlace, base: BaseViews, chan
     return Start(_rest(origin, place.rank, place.world_size, base), step, num_samples, None, origin, done_ids)
 
 
-def _refuse_anew(changes: list[str]) -> NoReturn:
+def _refuse_anew(changes: Sequence[str]) -> NoReturn:
     raise ValueError(
         f"{'; '.join(changes)}: in non_join the rest of an epoch can't be planned anew, as its passes overlap. Set it back, or "
         "begin a new epoch without the state"

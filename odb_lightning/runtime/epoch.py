@@ -100,7 +100,7 @@ class EpochRun:
         """Observed since the stats were last taken."""
         self._exchange: Exchange = SoloExchange(Presence())
         stand_in.begin_epoch()
-        self._samples = fetcher.start(request, lambda: self._exchange.presence.tick())
+        self._samples = fetcher.start(request)
 
     def _restore(self, state: RoundState, num_views: int) -> int:
         """Gives the number of views that this epoch still has, those at hand included."""
@@ -121,7 +121,7 @@ class EpochRun:
         presence = exchange.presence
         self._sender.while_waiting = lambda: presence.note("waiting for its training process")
         if not self._planner.joins:
-            num_views = self._stats.views_expected
+            num_views = 0 if self._request.views is None else len(self._request.views)
             quota = self._settings.quota
             self._windows.quota = int(exchange.all_reduce_sum([num_views])[0]) if quota is None else quota
             if self._windows.quota == 0:
@@ -208,6 +208,7 @@ class EpochRun:
         """The next sample of those that were at hand where the epoch is resumed."""
         observed, ticket = next(self._samples, None), self._wanted.popleft()
         assert observed is not None
+        self._exchange.presence.tick()
         size = (observed.length, observed.patches)
         if size != self._lengths_before[ticket]:
             where = f"dataset[{observed.sample_id!r}]"
@@ -222,6 +223,8 @@ class EpochRun:
     def _next_kept(self) -> Observed | None:
         """The next sample that no policy drops; None at the end of a pass."""
         while (observed := next(self._samples, None)) is not None:
+            if self._num_taken % self._settings.chunk_size == 0:
+                self._exchange.presence.tick()
             self._num_taken += 1
             if self._num_views_left is None:
                 self._stats.views_expected += 1

@@ -223,7 +223,6 @@ class Fetcher:
         self._settings = settings
         self._chunks = _Chunks(settings.chunk_size)
         self._current = SharedMemory(2 * 8)
-        self._on_message: Callable[[], None] = lambda: None
         # Not the DataLoader's own timeout: with one, it looks for dead workers only after it, unless they are children of its.
         self._limit = TimeLimit(
             settings.timeouts.worker,
@@ -250,20 +249,20 @@ class Fetcher:
             **options,
         )
 
-    def start(self, request: EpochRequest, on_message: Callable[[], None]) -> Iterator[Observed | None]:
-        """Starts the workers on the epoch at once; gives the samples as they are asked for, and calls `on_message` when more
-        have come. In non-join, None stands between two passes, of which there is no end. A resumed epoch begins with the
-        samples that were at hand, in the order of its state.
+    def start(self, request: EpochRequest) -> Iterator[Observed | None]:
+        """Starts the workers on the epoch at once; gives the samples as they are asked for. In non-join, None stands between
+        two passes, of which there is no end. A resumed epoch begins with the samples that were at hand, in the order of its
+        state.
 
         Raises RaisedFailure at the sample that failed, after all samples before it.
         """
-        self._on_message = on_message
         resume = request.resume
         if resume is None or len(request.views) == 0:
             return self._passes(request, 0, self._begin(request, 0))
         pass_number, offset = divmod(resume.num_taken, len(request.views))
-        if offset == 0 and resume.num_taken and (self._settings.mode == "join" or not resume.is_exhausted):
-            pass_number, offset = pass_number - 1, len(request.views)  # the end of the pass is still to be told
+        if self._settings.mode == "join" and resume.num_taken and offset == 0:
+            # All were taken. (In non-join the end of a pass has been told by then, as one sample is read ahead.)
+            pass_number, offset = 0, len(request.views)
         again = _places(request, resume.places, self._settings.seed)
         return self._passes(request, pass_number, self._begin(request, pass_number, offset, again))
 
@@ -294,7 +293,6 @@ class Fetcher:
                 chunk = next(chunks, None)
             if chunk is None:
                 return
-            self._on_message()
             yield from map(Observed, chunk.sample_ids, chunk.lengths, chunk.patches, unpack_samples(chunk.samples))
             if chunk.failure is not None:
                 raise RaisedFailure(chunk.failure)

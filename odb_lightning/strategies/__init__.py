@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from odb_lightning.strategies.deepspeed import ODBDeepSpeedStrategy
+from odb_lightning.strategies.fsdp import ODBFSDPStrategy
 from odb_lightning.strategies.model_parallel import ODBModelParallelStrategy
 from odb_lightning.strategies.plain import ODBDDPStrategy, ODBSingleDeviceStrategy
 from odb_lightning.strategies.steps import ODBStrategyMixin
@@ -10,6 +11,7 @@ from odb_lightning.strategies.steps import ODBStrategyMixin
 __all__ = [
     "ODBDDPStrategy",
     "ODBDeepSpeedStrategy",
+    "ODBFSDPStrategy",
     "ODBModelParallelStrategy",
     "ODBSingleDeviceStrategy",
     "ODBStrategyMixin",
@@ -21,6 +23,7 @@ def _register() -> None:
     StrategyRegistry.register("odb", ODBSingleDeviceStrategy, description="ODB on one device", override=True)
     StrategyRegistry.register("odb_ddp", ODBDDPStrategy, description="ODB with DDP", override=True)
     StrategyRegistry.register("odb_model_parallel", ODBModelParallelStrategy, description="ODB with FSDP2", override=True)
+    StrategyRegistry.register("odb_fsdp", ODBFSDPStrategy, description="ODB with FSDP1, on GPU", override=True)
     for stage in (1, 2, 3):
         StrategyRegistry.register(
             f"odb_deepspeed_stage_{stage}",

@@ -15,7 +15,7 @@ from odb_lightning.strategies.steps import ODBStrategyMixin
 
 
 class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
-    """ZeRO stages 0 to 3. Takes what `DeepSpeedStrategy` takes, and `loss_scaling`.
+    """ZeRO stages 0 to 3. Takes what `DeepSpeedStrategy` takes, and what `ODBStrategyMixin` does.
 
     The strategy, not the engine, says where an accumulation window ends, since DeepSpeed neither steps a last window that is
     short nor counts windows per epoch; and it leaves out the engine's division by the accumulation count, since Lightning
@@ -24,6 +24,7 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
 
     strategy_name = "odb_deepspeed"
     handles_gradient_accumulation = False
+    _runs_backward_without_targets = False  # ZeRO would add what it offloaded before to the gradients of the next update
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # For DeepSpeed's own throughput figures, which batches of varying size make meaningless; "auto" would read the loader's
@@ -50,8 +51,7 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
         return nullcontext()  # the engine's no_sync refuses ZeRO-2 and 3; the boundary says the same
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        is_boundary = not self._trainer.fit_loop._should_accumulate()
-        self.deepspeed_engine.set_gradient_accumulation_boundary(is_boundary)
+        self.deepspeed_engine.set_gradient_accumulation_boundary(self.ends_window)
         return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

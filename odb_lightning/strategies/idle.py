@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from odb_lightning.batch import ODBBatch
 from odb_lightning.runtime.seeding import preserved_random_state
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _METRIC_ATTRIBUTES = ("_update_count", "_computed", "_forward_cache")
 
 
@@ -100,3 +103,19 @@ def zeroed_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def enough_for_batch_norm(batches: Iterator[Any], module: nn.Module) -> Iterator[Any]:
+    """The same batches, with stand-ins of two rows if the module has a BatchNorm, which in training mode refuses one."""
+    if not any(isinstance(part, _BATCH_NORMS) for part in module.modules()):
+        return batches
+    return (
+        ODBBatch(batch.data, batch.step, apply_to_collection(batch.stand_in, Tensor, _with_two_rows))
+        if isinstance(batch, ODBBatch) and batch.step.is_idle
+        else batch
+        for batch in batches
+    )
+
+
+def _with_two_rows(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor, tensor]) if tensor.dim() > 0 and len(tensor) == 1 else tensor

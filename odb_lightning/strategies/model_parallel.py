@@ -16,7 +16,7 @@ from odb_lightning.strategies.steps import ODBStrategyMixin
 
 class ODBModelParallelStrategy(ODBStrategyMixin, ModelParallelStrategy):
     """Sharded data parallelism by `fully_shard`, applied in the module's `configure_model`. Takes what `ModelParallelStrategy`
-    takes, and `loss_scaling`.
+    takes, and what `ODBStrategyMixin` does.
 
     `data_parallel_size="auto"` is all ranks. Tensor parallelism is refused: its peers would have to get the same batches.
     Shard submodules, not the LightningModule itself, whose `forward` no step calls.
@@ -43,7 +43,7 @@ class ODBModelParallelStrategy(ODBStrategyMixin, ModelParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Hooks on sharded parameters never fire; on the unsharded ones, which a forward brings, they do."""
         info = self.step_info
-        if info is None or info.loss_multiplier(self.loss_scaling) != 0.0:
+        if info is None or self._multiplier(info) != 0.0:
             return super().training_step(*args, **kwargs)
         forward_hooks = [part.register_forward_pre_hook(self._zero_gradients) for part in self._sharded_parts()]
         try:
@@ -64,9 +64,6 @@ class ODBModelParallelStrategy(ODBStrategyMixin, ModelParallelStrategy):
         try:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         finally:
-            if self.step_info is not None and self._window_has_no_target(self.step_info):
-                for part in self._sharded_parts():
-                    part.reshard()  # as the backward that was left out would have done
             for hook in self._zeroing:
                 hook.remove()
             self._zeroing = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,3 +37,7 @@ class ODBDDPStrategy(ODBStrategyMixin, DDPStrategy):
     """DistributedDataParallel, on CPU (gloo) and GPU."""
 
     strategy_name = "odb_ddp"
+
+    def block_backward_sync(self) -> Any:
+        # A static graph is recorded in the first backward, which fails in torch unless gradients are exchanged in it.
+        return nullcontext() if self._ddp_kwargs.get("static_graph") else super().block_backward_sync()

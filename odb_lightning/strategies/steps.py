@@ -4,49 +4,82 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from odb_lightning.batch import LossScaling, StepInfo
+from odb_lightning.batch import LossReduction, LossScaling, StepInfo
 from odb_lightning.loader import ODBDataLoader
+from odb_lightning.loader_options import check_choice
+from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised, check_rule
 from odb_lightning.runtime.errors import ODBLoaderError
-from odb_lightning.strategies.idle import BorrowedBuffers, without_a_trace, zeroed_gradients
+from odb_lightning.strategies.denominator import WindowCounts
+from odb_lightning.strategies.idle import BorrowedBuffers, enough_for_batch_norm, without_a_trace, zeroed_gradients
+from odb_lightning.strategies.resume import ResumesExactly
 from odb_lightning.strategies.sigterm import EndsOnSigterm
 from odb_lightning.strategies.unwrapping import UnwrappingLoader, unwrapping
+from odb_lightning.strategies.whole_checkpoints import WritesWholeCheckpoints
+from odb_lightning.strategies.windows import PlansWindows
 
-_LOSS_SCALINGS = ("token", "sample", "none")
 
-
-class ODBStrategyMixin(EndsOnSigterm):
+class ODBStrategyMixin(PlansWindows, ResumesExactly, WritesWholeCheckpoints, EndsOnSigterm):
     """Mix in before a Lightning strategy: `class MyDDP(ODBStrategyMixin, DDPStrategy)`.
 
     * The user's hooks and steps see exactly what `collate_fn` returned.
-    * `backward` multiplies the loss by `StepInfo.loss_multiplier(loss_scaling)`: if `training_step` returns the mean over its
-      batch's supervised tokens ("token") or samples ("sample"), the gradient of an update is that of the mean over all of them,
-      over ranks and micro-batches. Logged values stay the user's.
+    * `backward` multiplies the loss by `StepInfo.loss_multiplier`: if `training_step` returns the mean over its batch's
+      supervised tokens (`loss_scaling="token"`) or samples ("sample"), the gradient of an update is that of the mean over all
+      of them, over ranks and micro-batches. For a module that returns their sum say `loss_reduction="sum"`; `"none"` leaves
+      the loss alone. Logged values stay the user's. `manual_backward` is scaled, too.
+    * `denominator`: who counts. "loader": the ODBDataLoader. "strategy": the strategy itself counts the batches of any loader
+      with equally many on each rank, by `num_supervised_fn` (as that of ODBDataLoader), a window of them ahead.
     * In an idle step the module runs on a stand-in, so that every collective happens on every rank; gradients are zero, and
       random state, buffers, metrics and logs are put back. `step_info.is_idle` tells hooks.
     * A batch without targets contributes zero; a window without any target on any rank does not step the optimizer.
     * What ends one rank ends all of them, with the first cause; SIGTERM to any does.
     """
 
-    def __init__(self, *args: Any, loss_scaling: LossScaling = "token", **kwargs: Any) -> None:
-        if loss_scaling not in _LOSS_SCALINGS:
-            raise ValueError(f"loss_scaling={loss_scaling!r} is unknown: choose one of {', '.join(map(repr, _LOSS_SCALINGS))}")
+    _runs_backward_without_targets = True
+    """In a window without any, after which no optimizer steps."""
+
+    def __init__(
+        self,
+        *args: Any,
+        loss_scaling: LossScaling = "token",
+        loss_reduction: LossReduction = "mean",
+        denominator: Literal["loader", "strategy"] = "loader",
+        num_supervised_fn: NumSupervised = DEFAULT_RULE,
+        **kwargs: Any,
+    ) -> None:
+        check_choice("loss_scaling", loss_scaling, ("token", "sample", "none"))
+        check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        check_choice("denominator", denominator, ("loader", "strategy"))
+        check_rule(num_supervised_fn)
+        if loss_scaling == "none" and (loss_reduction == "sum" or denominator == "strategy"):
+            given = 'loss_reduction="sum"' if loss_reduction == "sum" else 'denominator="strategy"'
+            raise ValueError(
+                f'{given} has no meaning with loss_scaling="none", which leaves the loss alone: leave one of them out'
+            )
+        if denominator == "loader" and num_supervised_fn is not DEFAULT_RULE:
+            raise ValueError(
+                'num_supervised_fn has no effect on a strategy with denominator="loader": give it to the ODBDataLoader, or say '
+                'denominator="strategy"'
+            )
         super().__init__(*args, **kwargs)
         self.loss_scaling = loss_scaling
+        self.loss_reduction = loss_reduction
+        self.denominator = denominator
         self.step_info: StepInfo | None = None
         """What is known of the batch in training, from its transfer to the device to the end of `on_train_batch_end`."""
         self.val_step_info: StepInfo | None = None
         """The same for the batch in evaluation; None for a loader that is not ours."""
-        # Weakly: a loader that Lightning has replaced goes, and its processes with it.
-        self._odb_loaders: weakref.WeakSet[ODBDataLoader] = weakref.WeakSet()
+        # With the accumulation planned. Weakly: a loader that Lightning has replaced goes, and its processes with it.
+        self._odb_loaders: weakref.WeakKeyDictionary[ODBDataLoader, int] = weakref.WeakKeyDictionary()
+        self._counts = WindowCounts(num_supervised_fn)
         self._borrowed = BorrowedBuffers()
         self._step_in_progress: StepInfo | None = None
 
@@ -55,29 +88,61 @@ class ODBStrategyMixin(EndsOnSigterm):
     def process_dataloader(self, dataloader: Any) -> Any:
         """The loader as the trainer iterates it. Raises ValueError for one whose loss can't be scaled."""
         loader = super().process_dataloader(dataloader)
-        trainer = self._trainer
-        is_training = trainer.training
+        if not self._trainer.training:
+            if isinstance(loader, ODBDataLoader):
+                self._attach(loader, 1)
+            return unwrapping(loader, lambda: self._evaluation_batches(loader))
         if isinstance(loader, ODBDataLoader):
-            limit = self._limit_on_batches()
-            loader.attach(
-                rank=self.data_parallel_rank,
-                world_size=self.data_parallel_size,
-                accumulate=trainer.accumulate_grad_batches if is_training else 1,
-                max_steps=limit if isinstance(limit, int) else None,
-            )
-            self._odb_loaders.add(loader)
-            if is_training:
-                self._warn_of_a_restarted_epoch()
-        elif is_training and self.loss_scaling != "none":
+            if self._counts.has_rule:
+                rank_zero_warn("the strategy's num_supervised_fn is ignored: the ODBDataLoader counts, by its own")
+            self._check_scheduled_accumulation(loader)
+            self._attach(loader, self._accumulation(loader))
+            self._resume(loader)
+            self._warn_of_a_restarted_epoch()
+        elif self.loss_scaling != "none" and self.denominator == "loader":
             raise ValueError(
                 f"{type(self).__name__} scales the loss by counts that only an ODBDataLoader brings, but the training loader "
-                f"is a {type(dataloader).__name__}: use ODBDataLoader.from_dataloader(loader, l_max=...), or ODBDataModule, or "
-                'loss_scaling="none"'
+                f"is a {type(dataloader).__name__}: use ODBDataLoader.from_dataloader(loader, l_max=...), or ODBDataModule; or "
+                f'let the strategy count, {type(self).__name__}(denominator="strategy"); or say loss_scaling="none"'
             )
-        if not is_training:
-            return unwrapping(loader, lambda: 0)
-        marks_last = isinstance(loader, ODBDataLoader) and isinstance(trainer.limit_train_batches, int)
-        return unwrapping(loader, self._epoch_in_training, marks_last)
+        is_counted = isinstance(loader, ODBDataLoader) or self.denominator == "strategy"
+        marks_last = is_counted and isinstance(self._trainer.limit_train_batches, int)
+        return unwrapping(loader, lambda: self._training_batches(loader), marks_last)
+
+    def _attach(self, loader: ODBDataLoader, accumulate: int) -> None:
+        limit = self._limit_on_batches()
+        loader.attach(
+            rank=self.data_parallel_rank,
+            world_size=self.data_parallel_size,
+            accumulate=accumulate,
+            max_steps=limit if isinstance(limit, int) else None,
+        )
+        self._odb_loaders[loader] = accumulate
+
+    def _training_batches(self, loader: Any) -> Iterator[Any]:
+        """Those of the epoch that begins."""
+        epoch = self._epoch_in_training()
+        if isinstance(loader, ODBDataLoader):
+            accumulate = self._accumulation(loader)
+            if accumulate != self._odb_loaders[loader]:
+                self._attach(loader, accumulate)
+            # Lightning tells nobody but samplers of the epoch, and those after the first batch was drawn.
+            loader.set_epoch(epoch)
+        elif self.denominator == "strategy":
+            return self._counts.batches(
+                loader,
+                epoch=epoch,
+                first_step=self._first_step(),
+                accumulate=self._accumulation(loader),
+                limit=self._steps_of_an_epoch(loader),
+                timeout=getattr(self, "_timeout", None),
+            )
+        return enough_for_batch_norm(iter(loader), self._module)
+
+    def _evaluation_batches(self, loader: Any) -> Iterator[Any]:
+        if isinstance(loader, ODBDataLoader):
+            loader.set_epoch(0)
+        return enough_for_batch_norm(iter(loader), self._module)
 
     def _limit_on_batches(self) -> int | float | None:
         trainer = self._trainer
@@ -95,9 +160,9 @@ class ODBStrategyMixin(EndsOnSigterm):
 
     def _warn_of_a_restarted_epoch(self) -> None:
         epochs = self._trainer.fit_loop.epoch_progress.current
-        if epochs.started > epochs.processed:
+        if epochs.started > epochs.processed and self._resumed is None:
             rank_zero_warn(
-                f"the checkpoint lies inside epoch {epochs.processed}, and where in it is not kept yet: the epoch is trained "
+                f"the checkpoint lies inside epoch {epochs.processed}, and does not hold where in it: the epoch is trained "
                 "from its beginning, so its first samples are trained once more. A checkpoint at the end of an epoch is exact."
             )
 
@@ -117,7 +182,7 @@ class ODBStrategyMixin(EndsOnSigterm):
         if trainer.training:
             loaders = _as_list(trainer.train_dataloader)
             if len(loaders) == 1 and isinstance(loaders[0], UnwrappingLoader) and loaders[0].infos:
-                self.step_info = loaders[0].infos.popleft()
+                self._previous_info, self.step_info = self.step_info, loaders[0].infos.popleft()
                 if self.step_info is not None and self.step_info is loaders[0].last:
                     self._end_epoch()
         else:
@@ -144,13 +209,22 @@ class ODBStrategyMixin(EndsOnSigterm):
     # --- steps ---
 
     def on_train_start(self) -> None:
-        """Raises ValueError for several training loaders: what is known of a step is known of one batch."""
+        """Raises ValueError for what would be trained wrongly without a word."""
         super().on_train_start()
         loaders = _as_list(self._trainer.train_dataloader)
-        if len(loaders) != 1 and any(isinstance(getattr(proxy, "loader", None), ODBDataLoader) for proxy in loaders):
+        has_ours = any(isinstance(getattr(proxy, "loader", None), ODBDataLoader) for proxy in loaders)
+        if len(loaders) != 1 and (has_ours or self.denominator == "strategy"):
+            # What is known of a step is known of one batch.
+            kind = "one ODBDataLoader" if has_ours else 'one loader with denominator="strategy"'
             raise ValueError(
-                f"{type(self).__name__} trains on one ODBDataLoader, but there are {len(loaders)} training loaders: join their "
+                f"{type(self).__name__} trains on {kind}, but there are {len(loaders)} training loaders: join their "
                 "data sets (torch.utils.data.ConcatDataset) in one"
+            )
+        if has_ours and self.data_parallel_size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in self._module.modules()):
+            raise ValueError(
+                "SyncBatchNorm can't be used with an ODBDataLoader on several ranks: a rank that is idle runs the module on a "
+                "stand-in, which would go into the statistics of the others. Use BatchNorm (sync_batchnorm=False), GroupNorm "
+                "or LayerNorm"
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,19 +236,22 @@ class ODBStrategyMixin(EndsOnSigterm):
                 return super().training_step(*args, **kwargs)
             self._borrowed.take(self._module)  # until after the backward, which may run parts of the forward again
             with without_a_trace(self._trainer, self._module):
-                return super().training_step(*args, **kwargs)
+                output = super().training_step(*args, **kwargs)
+            if not self._module.automatic_optimization:
+                self._borrowed.give_back()
+            return output
 
     def _check_known(self, info: StepInfo | None) -> None:
         """Raises RuntimeError for a step whose loss would silently be scaled wrongly."""
         if info is None:
             raise RuntimeError(
-                "nothing is known of this training batch, so its loss can't be scaled: give the trainer one ODBDataLoader for "
+                "nothing is known of this training batch, so its loss can't be scaled: give the trainer one loader for "
                 "training, not several, and take the batch, not a dataloader_iter, in training_step"
             )
-        if info.accumulate != self._trainer.accumulate_grad_batches:
+        if self._module.automatic_optimization and info.accumulate != self._trainer.accumulate_grad_batches:
             raise RuntimeError(
-                f"accumulate_grad_batches became {self._trainer.accumulate_grad_batches} while the loader plans windows of "
-                f"{info.accumulate} steps: a GradientAccumulationScheduler can't be used with online dynamic batches"
+                f"accumulate_grad_batches became {self._trainer.accumulate_grad_batches} while windows of {info.accumulate} "
+                "steps are planned: to change it between epochs use a GradientAccumulationScheduler, which is known beforehand"
             )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,20 +286,31 @@ class ODBStrategyMixin(EndsOnSigterm):
             self._step_in_progress = None
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward of the loss times this batch's multiplier."""
+        """Backward of the loss times this batch's multiplier. `manual_backward` comes here, too."""
         info = self.step_info
         try:
             if info is None:
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
-            if self._window_has_no_target(info):
+            if self._window_has_no_target(info) and not self._runs_backward_without_targets:
                 return closure_loss  # on all ranks alike, so no collective is left waiting
-            multiplier = info.loss_multiplier(self.loss_scaling)
+            multiplier = self._multiplier(info)
             if multiplier == 0.0:
-                with zeroed_gradients(self._module.parameters()):
+                with zeroed_gradients(self._gradient_leaves()):
                     return super().backward(closure_loss, optimizer, *args, **kwargs)
             return super().backward(closure_loss * multiplier, optimizer, *args, **kwargs)
         finally:
-            self._borrowed.give_back()
+            if self._module.automatic_optimization:
+                self._borrowed.give_back()
+
+    def _multiplier(self, info: StepInfo) -> float:
+        multiplier = info.loss_multiplier(self.loss_scaling, self.loss_reduction)
+        if self.loss_scaling == "none" or self._module.automatic_optimization:
+            return multiplier
+        return multiplier / info.accumulate  # which nobody divides by in manual optimization
+
+    def _gradient_leaves(self) -> Iterable[nn.Parameter]:
+        """The parameters that autograd accumulates gradients in."""
+        return self._module.parameters()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps the optimizer, unless the window had no target on any rank: zero gradients, too, move momentum and weights."""
@@ -258,6 +346,7 @@ class ODBStrategyMixin(EndsOnSigterm):
 
     def teardown(self) -> None:
         self._close_loaders()
+        self._counts.close()
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:

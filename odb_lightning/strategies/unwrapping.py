@@ -14,25 +14,23 @@ class UnwrappingLoader:
     """Takes `ODBBatch`es apart before any hook sees them. Batches that are none go through as they are.
 
     An idle step yields the stand-in. Infos are taken from `infos` in the order in which batches were yielded: trainers fetch
-    ahead, but never reorder. With `marks_last` the last batch of an epoch is known as such, at the price of one held back.
+    ahead, but never reorder. `batches` begins an epoch of `loader`. With `marks_last` the last batch of an epoch is known as
+    such, at the price of one held back.
     """
 
-    def __init__(self, loader: Any, epoch: Callable[[], int], marks_last: bool = False) -> None:
+    def __init__(self, loader: Any, batches: Callable[[], Iterator[Any]], marks_last: bool = False) -> None:
         self.loader = loader
         self.infos: deque[StepInfo | None] = deque()
         self.last: StepInfo | None = None
         """That of the last batch of the epoch, once it was yielded."""
-        self._epoch = epoch
+        self._begin = batches
         self._marks_last = marks_last
 
     def __iter__(self) -> Iterator[Any]:
         self.infos.clear()
-        if isinstance(self.loader, ODBDataLoader):
-            # Lightning tells nobody but samplers of the epoch, and those after the first batch was drawn.
-            self.loader.set_epoch(self._epoch())
-        return self._batches(iter(self.loader))
+        return self._unwrapped(self._begin())
 
-    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _unwrapped(self, batches: Iterator[Any]) -> Iterator[Any]:
         self.last = None
         for batch, is_last in _knowing_the_last(batches) if self._marks_last else ((batch, False) for batch in batches):
             info = batch.step if isinstance(batch, ODBBatch) else None
@@ -47,6 +45,18 @@ class UnwrappingLoader:
         return getattr(self.loader, name)
 
 
+class UnwrappingODBLoader(UnwrappingLoader):
+    """Where an ODBDataLoader is goes into checkpoints otherwise (see `resume`): Lightning would ask it for its state one batch
+    too late, and on rank 0 alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing."""
+
+
 class SizedUnwrappingLoader(UnwrappingLoader):
     """For a loader that has a length."""
 
@@ -54,13 +64,21 @@ class SizedUnwrappingLoader(UnwrappingLoader):
         return len(self.loader)
 
 
-def unwrapping(loader: Any, epoch: Callable[[], int], marks_last: bool = False) -> UnwrappingLoader:
+def unwrapping(loader: Any, batches: Callable[[], Iterator[Any]], marks_last: bool = False) -> UnwrappingLoader:
     """The proxy for a loader; sized if the loader is."""
+    if isinstance(loader, ODBDataLoader):
+        return UnwrappingODBLoader(loader, batches, marks_last)
+    if length_of(loader) is None:
+        return UnwrappingLoader(loader, batches, marks_last)
+    return SizedUnwrappingLoader(loader, batches)
+
+
+def length_of(loader: Any) -> int | None:
+    """The number of batches, if the loader knows it."""
     try:
-        len(loader)
+        return len(loader)
     except (TypeError, NotImplementedError):
-        return UnwrappingLoader(loader, epoch, marks_last)
-    return SizedUnwrappingLoader(loader, epoch)
+        return None
 
 
 def _knowing_the_last(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:

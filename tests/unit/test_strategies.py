@@ -11,7 +11,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from odb_lightning import ODBDataLoader, ODBDDPStrategy, ODBSingleDeviceStrategy
@@ -78,7 +78,7 @@ def make_trainer(folder: Path, **options: Any) -> lightning.Trainer:
 
 
 def test_a_loader_without_counts_is_refused_with_the_mend(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="from_dataloader"):
+    with pytest.raises(ValueError, match=r'from_dataloader.*denominator="strategy"'):
         make_trainer(tmp_path).fit(Model(), DataLoader(Samples(), batch_size=2))
 
 
@@ -92,10 +92,20 @@ def test_a_training_step_that_takes_an_iterator_is_refused(tmp_path: Path) -> No
         make_trainer(tmp_path).fit(TakesAnIterator(), make_loader())
 
 
-def test_a_changed_accumulation_is_refused(tmp_path: Path) -> None:
-    scheduler = GradientAccumulationScheduler({0: 1, 1: 2})
-    with pytest.raises(RuntimeError, match="GradientAccumulationScheduler can't be used"):
-        make_trainer(tmp_path, max_epochs=2, callbacks=[scheduler]).fit(Model(), make_loader())
+def test_an_accumulation_changed_behind_the_loaders_back_is_refused(tmp_path: Path) -> None:
+    class Changing(Callback):
+        def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+            trainer.accumulate_grad_batches = 2
+
+    with pytest.raises(RuntimeError, match=r"became 2 while windows of 1 steps .* GradientAccumulationScheduler"):
+        make_trainer(tmp_path, callbacks=[Changing()]).fit(Model(), make_loader())
+
+
+def test_a_scheduled_accumulation_and_one_of_the_loaders_own_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    model, scheduler = Model(), GradientAccumulationScheduler({0: 1, 5: 2})
+    with pytest.raises(ValueError, match="accumulate=1, but a GradientAccumulationScheduler"):
+        make_trainer(tmp_path, callbacks=[scheduler]).fit(model, make_loader(accumulate=1))
+    assert model.seen == []
 
 
 def test_an_accumulation_of_the_loaders_own_has_to_be_the_trainers(tmp_path: Path) -> None:
@@ -109,9 +119,26 @@ def test_one_device_is_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", [ODBSingleDeviceStrategy, ODBDDPStrategy])
-def test_an_unknown_loss_scaling_is_refused(strategy: Any) -> None:
-    with pytest.raises(ValueError, match="loss_scaling='tokens'"):
-        strategy(loss_scaling="tokens")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_scaling": "tokens"}, "loss_scaling='tokens' is unknown: choose 'token' or 'sample' or 'none'"),
+        ({"loss_reduction": "none"}, "loss_reduction='none' is unknown: choose 'mean' or 'sum'"),
+        ({"denominator": "tokens"}, "denominator='tokens' is unknown: choose 'loader' or 'strategy'"),
+        ({"denominator": "strategy", "num_supervised_fn": "all"}, "num_supervised_fn='all' is unknown"),
+        ({"denominator": "strategy", "loss_scaling": "none"}, 'denominator="strategy" has no meaning with loss_scaling="none"'),
+        ({"loss_reduction": "sum", "loss_scaling": "none"}, 'loss_reduction="sum" has no meaning with loss_scaling="none"'),
+        ({"num_supervised_fn": "unshifted"}, "give it to the ODBDataLoader, or say denominator"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(strategy: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        strategy(**options)
+
+
+def test_fsdp_is_refused_on_cpu_with_what_to_use(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"needs GPUs.*odb_model_parallel"):
+        make_trainer(tmp_path, strategy="odb_fsdp").fit(Model(), make_loader())
 
 
 def test_epochs_are_the_trainers_after_a_resume_between_epochs(tmp_path: Path) -> None:
@@ -170,7 +197,7 @@ class TestALimitAboveTheStepsOfAnEpoch:
     @pytest.mark.parametrize("marks_last", [False, True])
     def test_the_last_batch_of_an_epoch_is_known_once_it_is_there_and_not_before(self, marks_last: bool) -> None:
         with make_loader(max_rows=1) as inner:
-            loader = unwrapping(inner, lambda: 0, marks_last)
+            loader = unwrapping(inner, lambda: iter(inner), marks_last)
             for _ in range(2):
                 known = [loader.last for _ in loader]
                 assert known[:-1] == [None] * 7
