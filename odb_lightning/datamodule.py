@@ -82,6 +82,7 @@ class ODBDataModule(_NeedsODBStrategy):
         options = {name: value for name, value in self.loader_options.items() if name not in _OF_TRAINING_ALONE}
         if not is_iterable(self.val_dataset):
             options.pop("sharding", None)
+            options.pop("skip_ahead", None)
         self.val_loader = ODBDataLoader(self.val_dataset, l_max=self.val_l_max, **(options | {"shuffle": False}))
         return self.val_loader
 

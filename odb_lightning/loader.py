@@ -27,7 +27,15 @@ from odb_lightning.loader_options import (
 )
 from odb_lightning.plan.costs import RowCost, RowLimits, named_cost
 from odb_lightning.plan.rounds import ALIGNMENTS, Alignment
-from odb_lightning.resume import EpochPlace, Position, Start, check_settings, check_states, start_from
+from odb_lightning.resume import (
+    EpochPlace,
+    Position,
+    Start,
+    check_can_be_read_again,
+    check_settings,
+    check_states,
+    start_from,
+)
 from odb_lightning.runtime.client import CollateProcess
 from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised, check_rule
 from odb_lightning.runtime.errors import Failure, ODBLoaderError
@@ -61,6 +69,8 @@ class ODBDataLoader:
       default as many as there are), give or take the last step; some are then repeated, and some left out.
     * `sharding`: how an iterable data set is split among the workers of all ranks. "loader": every process reads all of it and
       keeps its part. "dataset": it splits itself (see `current_shard`). "auto": it need not be, or it is one of Hugging Face.
+    * `skip_ahead`: whether an iterable data set without `state_dict` and `load_state_dict` is read again from its beginning
+      where an epoch is resumed, which takes as long as it did.
     * `buffer_size`: samples in the window in which groups are formed. `max_rows`: samples of a batch at most.
     * `alignment`: how the groups of all ranks get into the same steps. "matched": groups of like cost; what fits badly waits
       for better company, for about eight windows at most. "paper": the rule of arXiv 2606.19989, which makes fewer steps where
@@ -112,6 +122,7 @@ class ODBDataLoader:
         sampler: Iterable[Hashable] | None = None,
         deal_sampler: bool = False,
         sharding: Literal["auto", "loader", "dataset"] = "auto",
+        skip_ahead: bool = False,
         accumulate: int | None = None,
         num_workers: int = 2,
         prefetch_factor: int | None = None,
@@ -164,8 +175,9 @@ class ODBDataLoader:
                 raise ValueError("sampler can't be used with an iterable data set, which has an order of its own")
             if mode == "non_join" and quota is None:
                 raise ValueError("mode='non_join' with an iterable data set needs quota=<samples of an epoch over all ranks>")
-        elif sharding != "auto":
-            warnings.warn(f"sharding={sharding!r} is ignored: the data set is not iterable", stacklevel=2)
+        elif sharding != "auto" or skip_ahead:
+            option = f"sharding={sharding!r}" if sharding != "auto" else "skip_ahead=True"
+            warnings.warn(f"{option} is ignored: the data set is not iterable", stacklevel=2)
         if quota is not None and mode == "join":
             warnings.warn("quota is ignored with mode='join', which trains each sample once", stacklevel=2)
         if sampler is not None and not hasattr(sampler, "__iter__"):
@@ -183,6 +195,7 @@ class ODBDataLoader:
         self.l_max = l_max
         self._sampler = sampler
         self._deal_sampler = deal_sampler
+        self._skip_ahead = skip_ahead
         self.accumulate = accumulate
         self.shuffle = shuffle
         self.seed = seed
@@ -271,8 +284,9 @@ class ODBDataLoader:
         numbers and text, a few per sample of the window, whatever the size of the data set.
 
         Inside an accumulation window it is that window's beginning, since gradients are not kept. Each rank has its own. A
-        loop that fetches ahead of what it trains takes `batch.step.state_dict()` of the batch trained last. Raises
-        NotImplementedError for an iterable data set.
+        loop that fetches ahead of what it trains takes `batch.step.state_dict()` of the batch trained last. Of an iterable
+        data set it holds what the data set's own `state_dict()` gives in each worker. Raises NotImplementedError for one in
+        non_join.
         """
         if self._position is not None:
             return self._position.state_dict()
@@ -299,7 +313,10 @@ class ODBDataLoader:
         if changes:
             text = f"the rest of epoch {states[0]['epoch']} is planned anew: {'; '.join(changes)}"
             warnings.warn(text, stacklevel=2)
+        check_can_be_read_again(states, self._skip_ahead)
         self._end_iteration()
+        if self._is_iterable:
+            self._end_process()  # its workers are told at their start where to go on
         self._loaded, self._position = states, None
         self._epoch, self._has_begun = states[0]["epoch"], states[0]["is_finished"]
         if self._has_begun:
@@ -423,6 +440,8 @@ class ODBDataLoader:
             "sampler": kind,
             "len(dataset)": None if self._is_iterable else len(self.dataset),
         }
+        if self._is_iterable:
+            knobs |= {name: self._options[name] for name in ("num_workers", "chunk_size", "sharding")}
         if start is not None:
             return EpochPlace(epoch, known.rank, known.world_size, knobs, start.views, start.origin)
         views = () if not self._is_iterable else None

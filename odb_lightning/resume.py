@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import warnings
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ _FIXED = {
     "sampler": "the samples that are left can't be told any more",
     "mode": "it decides which samples an epoch has",
     "quota": "it decides where the epoch ends",
+    "num_workers": "it decides the order of the samples of an iterable data set",
+    "chunk_size": "it decides the order of the samples of an iterable data set (it follows from buffer_size and num_workers)",
+    "sharding": "it decides which process reads what",
 }
 
 State = dict[str, Any]
@@ -51,11 +55,8 @@ class EpochPlace:
 
     def state(self, step: int, num_samples: int, round_state: RoundState | None, is_finished: bool = False) -> State:
         """Plain containers of numbers and text."""
-        if self.views is None:
-            raise NotImplementedError(
-                "an iterable data set has no state: where its readers are is not known. Begin its epoch anew (set_epoch), or "
-                "make it a map-style one"
-            )
+        if self.views is None and self.settings["mode"] != "join":
+            raise NotImplementedError("an iterable data set in non_join has no state: its passes overlap")
         state = {
             "version": _VERSION,
             "epoch": self.epoch,
@@ -65,7 +66,7 @@ class EpochPlace:
             "rank": self.rank,
             "world_size": self.world_size,
             "settings": self.settings,
-            "views": {"number": len(self.views), "checksum": checksum_of(self.views)},
+            "views": _summary_of(self.views),
             "round": None if round_state is None else round_state.to_dict(),
             "origin": self.origin,
         }
@@ -109,6 +110,10 @@ class Rounds:
         return Position(place, self._rounds[0], step, num_samples)
 
 
+def _summary_of(views: Views | None) -> dict[str, int] | None:
+    return None if views is None else {"number": len(views), "checksum": checksum_of(views)}
+
+
 def checksum_of(views: Views) -> int:
     """The same for the same sample ids in the same order."""
     if isinstance(views, np.ndarray):
@@ -117,7 +122,7 @@ def checksum_of(views: Views) -> int:
 
 
 def _checksum(state: State) -> int:
-    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+    return zlib.crc32(json.dumps(state, sort_keys=True, default=repr).encode())  # an iterable data set's own may be of any kind
 
 
 def _is_whole(state: State) -> bool:
@@ -149,6 +154,27 @@ def _shortened(state: object) -> str:
     return f"{sorted(map(str, state))}" if isinstance(state, dict) else f"a {type(state).__name__}"
 
 
+def check_can_be_read_again(states: Sequence[State], skips_ahead: bool) -> None:
+    """Raises ValueError for an iterable data set that says nothing of where its readers were, unless it is to be read from its
+    beginning."""
+    for state in states:
+        readers = None if state["round"] is None else state["round"]["readers"]
+        if readers is None or readers["can_go_on"] or (state["round"]["is_exhausted"] and not state["round"]["places"]):
+            continue
+        if not skips_ahead:
+            raise ValueError(
+                "the iterable data set has no state of its own, so it can't be gone on with from the middle of an epoch: "
+                "give it state_dict() and load_state_dict(), or have it read again from its beginning, without what was "
+                "trained before (skip_ahead=True), which takes as long as reading that"
+            )
+        warnings.warn(
+            f"the iterable data set is read again from its beginning: the first {state['round']['num_taken']} samples of "
+            f"rank {state['rank']} are read, and those trained before are left out",
+            stacklevel=4,
+        )
+        return
+
+
 def check_settings(states: Sequence[State], settings: dict[str, Any]) -> list[str]:
     """What is said of the options that have changed since, and only mean that the rest of the epoch is planned anew. Raises
     ValueError for others."""
@@ -169,7 +195,7 @@ def check_settings(states: Sequence[State], settings: dict[str, Any]) -> list[st
     changes = [
         f"{name} was {before[name]!r} and is {settings[name]!r}" for name in _PLANNED_WITH if before[name] != settings[name]
     ]
-    if changes and settings["mode"] != "join":
+    if changes and (settings["mode"] != "join" or "sharding" in settings):
         _refuse_anew(changes)
     return changes
 
@@ -234,8 +260,8 @@ def start_from(states: Sequence[State], place: EpochPlace, base: BaseViews, chan
 
 def _refuse_anew(changes: Sequence[str]) -> NoReturn:
     raise ValueError(
-        f"{'; '.join(changes)}: in non_join the rest of an epoch can't be planned anew, as its passes overlap. Set it back, or "
-        "begin a new epoch without the state"
+        f"{'; '.join(changes)}: the rest of an epoch can't be planned anew in non_join, as its passes overlap, and of an "
+        "iterable data set, which gives no sample by name. Set it back, or begin a new epoch without the state"
     )
 
 
@@ -243,7 +269,7 @@ def _views_of(state: State, base: BaseViews) -> Any:
     """The views that the places of a state count."""
     rank, world_size, origin = state["rank"], state["world_size"], state["origin"]
     views = base(rank, world_size) if origin is None else _rest(origin, rank, world_size, base)
-    if {"number": len(views), "checksum": checksum_of(views)} != state["views"]:
+    if _summary_of(views) != state["views"]:
         raise ValueError(
             f"rank {rank} has {len(views)} samples in epoch {state['epoch']}, which are not the {state['views']['number']} of "
             "the loader's state: the data set or the sampler has changed, or the sampler's order is a different one each time "
@@ -280,7 +306,7 @@ def _done(state: State, base: BaseViews, views: Any) -> tuple[Hashable, ...]:
         if state["origin"] is None
         else tuple(sample_id for one in state["origin"]["states"] for sample_id in _done(one, base, _views_of(one, base)))
     )
-    if state["round"] is None:
+    if state["round"] is None or views is None:
         return before
     found = RoundState.from_dict(state["round"])
     held = set(found.places)

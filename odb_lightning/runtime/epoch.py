@@ -100,6 +100,7 @@ class EpochRun:
         """Observed since the stats were last taken."""
         self._exchange: Exchange = SoloExchange(Presence())
         stand_in.begin_epoch()
+        self._fetcher = fetcher
         self._samples = fetcher.start(request)
 
     def _restore(self, state: RoundState, num_views: int) -> int:
@@ -108,12 +109,16 @@ class EpochRun:
             state.window(), num_observed=state.num_observed, num_rounds=state.num_rounds, pass_start=state.pass_start
         )
         self._places = dict(zip(state.tickets, state.places, strict=True))
-        self._wanted.extend(state.tickets)
+        # The samples of an iterable data set come in its own order.
+        is_iterable = self._num_views_left is None
+        self._wanted.extend(sorted(state.tickets, key=self._places.__getitem__) if is_iterable else state.tickets)
         self._lengths_before = dict(zip(state.tickets, zip(state.lengths, state.patches, strict=True), strict=True))
         self._num_taken = state.num_taken
-        left = max(num_views - state.num_taken, 0)
-        self._is_exhausted, self._num_views_left = state.is_exhausted, left
-        return left + len(state.tickets)
+        self._is_exhausted = state.is_exhausted
+        if is_iterable:
+            return len(state.tickets)
+        self._num_views_left = max(num_views - state.num_taken, 0)
+        return self._num_views_left + len(state.tickets)
 
     def run(self, exchange: Exchange) -> None:
         """Emits all steps of the epoch. Raises RaisedFailure for a failure of this rank, PeerFailure for a peer's."""
@@ -207,7 +212,9 @@ class EpochRun:
     def _fetch_wanted(self) -> None:
         """The next sample of those that were at hand where the epoch is resumed."""
         observed, ticket = next(self._samples, None), self._wanted.popleft()
-        assert observed is not None
+        if observed is None:
+            error = "it ended before the place where the epoch is to be resumed: it has to give the same samples again"
+            raise RaisedFailure(Failure("the iteration of the data set", error))
         self._exchange.presence.tick()
         size = (observed.length, observed.patches)
         if size != self._lengths_before[ticket]:
@@ -304,7 +311,12 @@ class EpochRun:
             places=list(map(self._places.__getitem__, tickets)),
             lengths=[size[0] for size in known] + list(window.values()),
             patches=[size[1] for size in known] + [patches.get(ticket, 0) for ticket in window],
+            readers=None if self._fetcher.readers is None else self._fetcher.readers.at(self._oldest_place()),
         )
+
+    def _oldest_place(self) -> int:
+        """Of the samples at hand; tickets are in the order of places."""
+        return min(self._places.values(), default=self._num_taken)
 
     def _emit_block(self, groups: list[list[int]]) -> None:
         self._exchange.presence.note("collating")

@@ -16,6 +16,7 @@ from odb_lightning.runtime.codec import PackedSamples, pack_samples, unpack_samp
 from odb_lightning.runtime.errors import Failure, RaisedFailure
 from odb_lightning.runtime.guard import GuardedWorkerInit, TimeLimit
 from odb_lightning.runtime.ring import SharedMemory
+from odb_lightning.runtime.round_state import Readers, RoundState
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
 from odb_lightning.runtime.settings import EpochRequest, LoaderSettings
 from odb_lightning.runtime.slab import Slab, Slabs, make_slabs
@@ -38,6 +39,9 @@ class _Chunk(NamedTuple):
     samples: PackedSamples
     failure: Failure | None
     """What ended the chunk early: the sample after the last one."""
+    reader: int = 0
+    state: Any = None
+    """Of an iterable data set: who read it, and how to go on after it; None if the data set has no `state_dict`."""
 
 
 class _ChunkSource(Dataset[_Chunk]):
@@ -133,8 +137,11 @@ class _ChunkStream(IterableDataset[_Chunk]):
         self._dataset = split_among_ranks(settings.dataset, settings.sharding, settings.rank, settings.world_size)
         self._current = current
         """Epoch and pass, which a worker that is kept has no other way to know."""
+        self._resumed_epoch = -1
+        self._resumed_states: list[Any] = []
 
     def __iter__(self) -> Iterator[_Chunk]:
+        """Chunks with the reader and its state after each."""
         settings, worker = self._settings, get_worker_info()
         readers, index = (worker.num_workers, worker.id) if worker is not None else (1, 0)
         shard = Shard(settings.rank * readers + index, settings.world_size * readers)
@@ -145,13 +152,14 @@ class _ChunkStream(IterableDataset[_Chunk]):
         set_current_shard(shard)
         message, failure = _Message(settings), None
         iterator = None
-        for position in itertools.count():
+        first, state = self._resumed(index, epoch, pass_number)
+        for position in itertools.count(first):
             sample_id: Hashable = (shard.number, position) if owns_stream else position
             try:
                 # Dealt streams have to be the same in all processes, random ones included.
                 seed_everything_local(derive_seed(seed, "stream", sample_id))
                 if iterator is None:
-                    iterator = self._begin(epoch)
+                    iterator = self._begin(epoch, state)
                 sample = next(iterator)
                 if deals and position % shard.total != shard.number:
                     continue
@@ -166,10 +174,24 @@ class _ChunkStream(IterableDataset[_Chunk]):
                 failure = Failure.of(error, where, sample_id)
                 break
             if len(message.samples) == settings.chunk_size:
-                yield self._pack(message, None)
+                yield self._pack(message, None)._replace(reader=index, state=self._state_after(position))
                 message = _Message(settings)
         if message.samples or failure is not None:
-            yield self._pack(message, failure)
+            yield self._pack(message, failure)._replace(reader=index, state=self._state_after(position - 1))
+
+    def resume(self, epoch: int, states: list[Any]) -> None:
+        """Before the workers are started: how each of them goes on in that epoch."""
+        self._resumed_epoch, self._resumed_states = epoch, states
+
+    def _resumed(self, index: int, epoch: int, pass_number: int) -> tuple[int, Any]:
+        """The first position, and the data set's state there (None: its beginning)."""
+        state = self._resumed_states[index] if (epoch, pass_number) == (self._resumed_epoch, 0) else None
+        return (0, None) if state is None else (state["position"], state["data_set"])
+
+    def _state_after(self, position: int) -> dict[str, Any] | None:
+        if not hasattr(self._dataset, "state_dict"):
+            return None
+        return {"position": position + 1, "data_set": self._dataset.state_dict()}
 
     def set_epoch(self, epoch: int) -> None:
         """Before the workers begin it. A Hugging Face data set keeps its epoch where all of them see it, and counts up to the
@@ -177,10 +199,12 @@ class _ChunkStream(IterableDataset[_Chunk]):
         if is_hugging_face(self._dataset):
             self._dataset.set_epoch(epoch)
 
-    def _begin(self, epoch: int) -> Iterator[Any]:
+    def _begin(self, epoch: int, state: Any) -> Iterator[Any]:
         try:
             if hasattr(self._dataset, "set_epoch") and not is_hugging_face(self._dataset):
                 self._dataset.set_epoch(epoch)
+            if state is not None:
+                self._dataset.load_state_dict(state)
             return iter(self._dataset)
         except StopIteration as error:
             raise RuntimeError("the data set's set_epoch or __iter__ raised StopIteration") from error
@@ -236,6 +260,8 @@ class Fetcher:
                 "worker_init_fn": GuardedWorkerInit(settings.worker_init_fn),
                 "multiprocessing_context": settings.start_method,
             }
+        self.readers: Readers | None = None
+        """Of an iterable data set, in the epoch begun last."""
         slabs = make_slabs(settings.num_workers)
         self._stream = _ChunkStream(settings, self._current, slabs) if is_iterable(settings.dataset) else None
         source: Any = self._stream or _ChunkSource(settings, slabs)
@@ -257,6 +283,16 @@ class Fetcher:
         Raises RaisedFailure at the sample that failed, after all samples before it.
         """
         resume = request.resume
+        if self._stream is not None:
+            states = [None] * max(self._settings.num_workers, 1)
+            first_place = 0
+            if resume is not None:
+                assert resume.readers is not None
+                first_place, states = resume.readers["first_place"], resume.readers["states"]
+                self._stream.resume(request.epoch, states)
+            self.readers = Readers(first_place, states)
+            samples = self._passes(request, 0, self._begin(request, 0))
+            return samples if resume is None else _wanted(samples, first_place, resume)
         if resume is None or len(request.views) == 0:
             return self._passes(request, 0, self._begin(request, 0))
         pass_number, offset = divmod(resume.num_taken, len(request.views))
@@ -293,9 +329,17 @@ class Fetcher:
                 chunk = next(chunks, None)
             if chunk is None:
                 return
+            if self.readers is not None:
+                self.readers.arrived(chunk.reader, len(chunk.lengths), chunk.state)
             yield from map(Observed, chunk.sample_ids, chunk.lengths, chunk.patches, unpack_samples(chunk.samples))
             if chunk.failure is not None:
                 raise RaisedFailure(chunk.failure)
+
+
+def _wanted(samples: Iterator[Observed | None], first_place: int, resume: RoundState) -> Iterator[Observed | None]:
+    """Without those that were trained or left out before."""
+    held = set(resume.places)
+    return (found for place, found in enumerate(samples, first_place) if place >= resume.num_taken or place in held)
 
 
 def _views_of(request: EpochRequest, pass_number: int, seed: int) -> Any:

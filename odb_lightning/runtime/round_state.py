@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ class RoundState:
     places: list[int]
     lengths: list[int]
     patches: list[int]
+    readers: dict[str, Any] | None = None
+    """Of an iterable data set: see `Readers.at`."""
 
     def at(self, step: int, num_samples: int) -> RoundState:
         """The same without the steps before `step`; `num_samples` were emitted in all of those."""
@@ -84,3 +87,35 @@ class RoundState:
         if len(set(map(len, columns))) != 1 or sum(found.group_sizes) > len(found.tickets):
             raise ValueError("its columns are not equally long")
         return found
+
+
+class Readers:
+    """Of an iterable data set, whose samples are at places in the order in which its readers' messages arrive: where each
+    reader was before the oldest sample at hand, so that it can be read again.
+
+    Readers take turns; a cycle begins with the first of them that has something left.
+    """
+
+    def __init__(self, first_place: int, states: list[Any]) -> None:
+        self._place = first_place
+        self._states = list(states)
+        self._last = -1
+        self._can_go_on = any(state is not None for state in states)
+        self._cycles: deque[tuple[int, list[Any]]] = deque([(first_place, list(states))])
+
+    def arrived(self, reader: int, num_samples: int, state: Any) -> None:
+        """A message; `state` is the reader's after it, None if it has none."""
+        if reader <= self._last and state is not None:
+            self._cycles.append((self._place, list(self._states)))
+        self._last = reader
+        self._can_go_on |= state is not None
+        self._place += num_samples
+        self._states[reader] = state
+
+    def at(self, place: int) -> dict[str, Any]:
+        """The place of the last cycle that begins before `place`, the state of each reader then (None: at its beginning), and
+        whether they have states at all. Places asked for do not fall."""
+        while len(self._cycles) > 1 and self._cycles[1][0] <= place:
+            self._cycles.popleft()
+        first_place, states = self._cycles[0]
+        return {"first_place": first_place, "states": states, "can_go_on": self._can_go_on}

@@ -149,9 +149,13 @@ def test_epochs_are_the_trainers_after_a_resume_between_epochs(tmp_path: Path) -
     assert {epoch for epoch, _ in resumed.seen} == {1}
 
 
-def test_a_resume_inside_an_epoch_says_that_samples_are_trained_again(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_say_where_in_an_epoch_it_is_begins_it_again_and_says_so(tmp_path: Path) -> None:
+    """One of another strategy, say."""
     saves = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2, filename="{step}")
     make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saves]).fit(Model(), make_loader())
+    checkpoint = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    del checkpoint["odb_lightning"]
+    torch.save(checkpoint, tmp_path / "step=2.ckpt")
     with pytest.warns(UserWarning, match="lies inside epoch 0"):
         make_trainer(tmp_path).fit(Model(), make_loader(), ckpt_path=tmp_path / "step=2.ckpt")
 
