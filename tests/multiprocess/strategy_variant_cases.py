@@ -1,0 +1,253 @@
+"""Variants of the strategies, objectives and schedules of accumulation, run by every rank (see ranks.py)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import _common_utils as fsdp_internals
+
+from odb_lightning import ODBDDPStrategy, ODBDeepSpeedStrategy, ODBFSDPStrategy, ODBStrategyMixin
+from tests.multiprocess.exact_fits import (
+    LIMIT,
+    Model,
+    causal,
+    fit,
+    odb_loader,
+    outcome,
+    per_sample,
+    refusal,
+    target_weights,
+    unshifted,
+    weighted,
+)
+from tests.multiprocess.training_cases import LEARNING_RATE, make_network
+
+CASES: dict[str, dict[str, Any]] = {
+    "k=1, rank 1 idle": {"shards": [[0, 1, 2, 3, 4, 8, 9], [10, 7]]},
+    "k=1, rank 0 idle from the first step": {"shards": [[], [0, 1, 2]]},
+    "k=4, short last window": {"shards": [[10, 7], [0, 1, 2, 3, 4, 8]], "accumulate": 4, "max_epochs": 2},
+    "windows without targets first": {"shards": [[5, 0, 13], [6, 10]], "max_epochs": 2},
+    "windows without targets, k=2": {"shards": [[5, 5, 5, 0, 1], [6, 6]], "accumulate": 2, "max_epochs": 2},
+    "clipped, a last window of one": {"shards": [[0, 1, 4], [10, 12]], "accumulate": 2, "max_epochs": 2, "clip": 0.1},
+}
+"""Samples 5 and 6 have no target."""
+
+
+class MyDDP(ODBStrategyMixin, DDPStrategy):
+    """A strategy of the user's own."""
+
+
+class Branching(nn.Module):
+    """Some of its parameters get a gradient only from some samples, and one never does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = make_network()
+        self.extra = nn.Linear(8, 8)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.trunk[0](ids)
+        chosen = ids[:, 0] % 2 == 0
+        if chosen.any():
+            hidden = hidden + self.extra(hidden) * chosen[:, None, None]
+        return self.trunk[1:](hidden)
+
+
+class BranchingModel(Model):
+    """Without momentum, which moves a parameter of gradient zero (where a stand-in used it), but none of no gradient."""
+
+    momentum = 0.0
+
+
+def make_branching(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return Branching().to(dtype)
+
+
+class _NoStream:
+    """All there is to wait for on a CPU."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: _NoStream()
+
+
+class _CPU:
+    """What FSDP1 asks of an accelerator."""
+
+    Stream = Event = _NoStream
+
+    def current_stream(self, *_: Any) -> _NoStream:
+        return _NoStream()
+
+    def stream(self, _: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def current_device(self) -> str:
+        return "cpu"
+
+    def is_available(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: None
+
+
+class FSDP1OnCPU(ODBFSDPStrategy):
+    """On a stand-in for the accelerator: what is sharded, hooked and reduced is as on a GPU."""
+
+    def setup_environment(self) -> None:
+        fsdp_internals._FSDPDeviceHandle.from_device = classmethod(lambda cls, device: cls(device, _CPU()))
+        super(ODBFSDPStrategy, self).setup_environment()
+
+
+class FSDP1Model(Model):
+    use_orig_params = True
+
+    def configure_model(self) -> None:
+        if not isinstance(self.network, FullyShardedDataParallel):
+            self.network = FullyShardedDataParallel(
+                self.network,
+                device_id=torch.device("cpu"),
+                use_orig_params=self.use_orig_params,
+                auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, nn.Linear),
+            )
+
+    def on_train_end(self) -> None:
+        flat = [part._flat_param.numel() for part in FullyShardedDataParallel.fsdp_modules(self.network)]
+        with FullyShardedDataParallel.summon_full_params(self.network):
+            self.final = torch.cat([parameter.detach().flatten().clone() for parameter in self.network.parameters()])
+        assert len(flat) == 3 and sum(flat) < 0.6 * len(self.final), "left unsharded"
+
+
+class _OfFlatParameters(Model):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.trainer.model.parameters(), lr=LEARNING_RATE, momentum=self.momentum)
+
+
+class FSDP1FlatModel(_OfFlatParameters, FSDP1Model):
+    use_orig_params = False
+
+
+class FSDP1GPUModel(Model):
+    def on_train_end(self) -> None:
+        with FullyShardedDataParallel.summon_full_params(self.trainer.strategy.model):
+            self.final = torch.cat([parameter.detach().flatten().cpu() for parameter in self.network.parameters()])
+
+
+class FSDP1GPUFlatModel(_OfFlatParameters, FSDP1GPUModel):
+    pass
+
+
+def _zero(stage: int) -> ODBDeepSpeedStrategy:
+    strategy = ODBDeepSpeedStrategy(stage=stage, timeout=LIMIT, offload_optimizer=stage > 0)
+    if stage > 0:
+        strategy.config["zero_force_ds_cpu_optimizer"] = False
+        strategy.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return strategy
+
+
+VARIANTS: dict[str, tuple[Callable[[], Any], Callable[[], Model], Callable[..., nn.Module]]] = {
+    "a DDP of the user's, find_unused_parameters": (
+        lambda: MyDDP(find_unused_parameters=True, timeout=LIMIT),
+        lambda: BranchingModel(network=make_branching),
+        make_branching,
+    ),
+    "DDP, static_graph": (lambda: ODBDDPStrategy(static_graph=True, timeout=LIMIT), Model, make_network),
+    "ZeRO 0": (lambda: _zero(0), Model, make_network),
+    "ZeRO 2, offloaded": (lambda: _zero(2), Model, make_network),
+    "ZeRO 3, offloaded": (lambda: _zero(3), Model, make_network),
+    "FSDP1, original parameters": (lambda: FSDP1OnCPU(timeout=LIMIT), FSDP1Model, make_network),
+    "FSDP1, flat parameters": (
+        lambda: FSDP1OnCPU(timeout=LIMIT, use_orig_params=False),
+        FSDP1FlatModel,
+        make_network,
+    ),
+}
+
+
+def on_gpus() -> dict[str, Any]:
+    """FSDP1 as it is, with and without original parameters."""
+    results = {}
+    for use_orig_params in (True, False):
+        for name, case in CASES.items():
+            if "clip" not in case:
+                strategy = ODBFSDPStrategy(timeout=LIMIT, auto_wrap_policy={nn.Linear}, use_orig_params=use_orig_params)
+                kind = FSDP1GPUModel if use_orig_params else FSDP1GPUFlatModel
+                results[f"{use_orig_params}: {name}"] = _fit(
+                    lambda s=strategy: s, kind, make_network, **case, accelerator="gpu"
+                )
+    return results
+
+
+def can_run(variant: str, case: dict[str, Any]) -> bool:
+    """Lightning does not clip by norm under FSDP1."""
+    return not ("clip" in case and "FSDP1" in variant)
+
+
+def all_cases(variants: list[str]) -> dict[str, Any]:
+    """Every case under every variant named."""
+    return {
+        f"{variant}: {name}": _fit(*VARIANTS[variant], **case)
+        for variant in variants
+        for name, case in CASES.items()
+        if can_run(variant, case)
+    }
+
+
+def _fit(
+    strategy: Callable[[], Any],
+    model: Callable[[], Model],
+    network: Callable[..., nn.Module],
+    shards: list[list[int]],
+    accumulate: int = 1,
+    max_epochs: int = 1,
+    clip: float | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    made = model()
+    options |= {"accumulate_grad_batches": accumulate, "max_epochs": max_epochs, "gradient_clip_val": clip}
+    trainer = fit(strategy(), made, odb_loader(shards), **options)
+    return outcome(trainer, made, accumulate=accumulate, network=network, clip=clip)
+
+
+OBJECTIVES: dict[str, tuple[Model, dict[str, Any], dict[str, Any]]] = {
+    "a dict": (Model(causal, lambda total, weight: {"loss": total / weight, "more": 1}), {}, {}),
+    "a sum": (Model(causal, lambda total, weight: total), {"loss_reduction": "sum"}, {}),
+    "unshifted": (Model(unshifted), {}, {"num_supervised_fn": "unshifted"}),
+    "weighted": (Model(weighted), {}, {"num_supervised_fn": lambda batch: float(target_weights(batch).sum())}),
+    "samples": (Model(per_sample), {"loss_scaling": "sample"}, {}),
+    "a sum over samples": (Model(per_sample, lambda total, _: total), {"loss_scaling": "sample", "loss_reduction": "sum"}, {}),
+}
+
+
+def objectives() -> dict[str, Any]:
+    """Kinds of losses under DDP, with idle steps and windows of two; and windows that change from epoch to epoch."""
+    results = {}
+    for name, (model, options, loader_options) in OBJECTIVES.items():
+        loader = odb_loader([[0, 1, 2, 3, 4, 8, 9], [10, 7]], **loader_options)
+        trainer = fit(ODBDDPStrategy(timeout=LIMIT, **options), model, loader, accumulate_grad_batches=2)
+        results[name] = outcome(trainer, model, accumulate=2)
+    return results | {"scheduled": _scheduled()}
+
+
+def _scheduled() -> dict[str, Any]:
+    scheduler, model = GradientAccumulationScheduler({0: 3, 2: 1, 3: 2}), Model()
+    loader = odb_loader([[0, 1, 2, 3, 4, 8, 9], [10, 7]])
+    trainer = fit(ODBDDPStrategy(timeout=LIMIT), model, loader, max_epochs=4, callbacks=[scheduler])
+    return outcome(trainer, model, accumulate=scheduler.get_accumulate_grad_batches)
+
+
+def deepspeed_and_a_schedule() -> str:
+    """Lightning's refusal."""
+    scheduler = GradientAccumulationScheduler({0: 1, 1: 2})
+    return refusal(lambda: fit(_zero(0), Model(), odb_loader([[0, 1], [2]]), max_epochs=2, callbacks=[scheduler]))
