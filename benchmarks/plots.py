@@ -62,12 +62,69 @@ def plot_schedules(cells: list[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
+_LOADERS = {
+    "ours": ("odb_lightning", "token", "32-true", "#1b6ca8"),
+    "ours, float64": ("odb_lightning", "token", "64-true", "#7fb3d5"),
+    "0.1.2, exact": ("odb-0.1.2", "exact", "32-true", "#c0392b"),
+    "0.1.2, approx": ("odb-0.1.2", "approx", "32-true", "#e08e45"),
+    "ours, no scaling": ("odb_lightning", "none", "32-true", "#8a8a8a"),
+}
+
+
+def plot_gradients(cells: list[dict[str, Any]], file: Path) -> None:
+    """A dot for each update, on a logarithmic axis."""
+    places = list(dict.fromkeys((cell["data"], cell["shards"], cell["k"]) for cell in cells))
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.45 * len(places)))
+    for line, (name, (*key, colour)) in enumerate(_LOADERS.items()):
+        points = [
+            (error, places.index((cell["data"], cell["shards"], cell["k"])) + 0.15 * (line - 2))
+            for cell in cells
+            if [cell["loader"], cell["mode"], cell["precision"]] == key
+            for error in cell["errors"]
+            if error
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), ".", color=colour, markersize=4, label=name)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(places)), [f"{name}\n{shards} shards, k = {k}" for name, shards, k in places], fontsize=7)
+    axes.invert_yaxis()
+    axes.grid(axis="x", linewidth=0.3)
+    axes.set_xlabel("relative error of an update's gradient")
+    axes.legend(ncols=3, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def plot_curves(curves: list[dict[str, Any]], file: Path) -> None:
+    """The losses of each fit above, their distances from the reference below."""
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True)
+    reference = curves[-1]["losses"]
+    above.plot(reference, "k", linewidth=3, alpha=0.3, label="reference")
+    for curve in curves[:-1]:
+        label, is_double = f"{curve['label']}, float{curve['precision'][:2]}", curve["precision"] == "64-true"
+        above.plot(curve["losses"], linewidth=0.8, linestyle="--" if is_double else "-", label=label)
+        apart = [abs(mine - theirs) or None for mine, theirs in zip(curve["losses"], reference, strict=True)]
+        below.plot(apart, ".-", linewidth=0.6, markersize=3, label=label)
+    above.set_ylabel("training loss of an update")
+    above.legend(ncols=3, fontsize=7, frameon=False)
+    below.set_yscale("log")
+    below.set_ylabel("distance from the reference")
+    below.set_xlabel("update")
+    below.grid(axis="y", linewidth=0.3)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
 def main(folder: Path) -> None:
     cells = [cell for file in sorted(folder.glob("rate*.json")) for cell in json.loads(file.read_text())]
     if cells:
         plot_ratios(cells, folder / "ratios.png")
     if (folder / "schedule.json").exists():
         plot_schedules(json.loads((folder / "schedule.json").read_text()), folder / "schedule.png")
+    if (folder / "numerics.json").exists():
+        figures = json.loads((folder / "numerics.json").read_text())
+        plot_gradients(figures["gradients"], folder / "gradients.png")
+        plot_curves(figures["curves"], folder / "curves.png")
 
 
 if __name__ == "__main__":
