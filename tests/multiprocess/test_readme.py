@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,3 +103,31 @@ def test_the_tests_that_hold_the_guarantees_are_there() -> None:
     named = re.findall(r"`(\w+/test_\w+\.py)`", table)
     assert len(named) > 10
     assert [name for name in named if not (ROOT / "tests" / name).exists()] == []
+
+
+def test_own_loop_goes_on_from_its_state() -> None:
+    """Broken off in its fourth batch, then gone on with: the rest of the epoch, each sample once."""
+    code = readme_block("own state").replace("l_max=4096", "l_max=4096, max_rows=1, num_workers=0, num_supervised_fn=len")
+    trained: list[int] = []
+
+    class BrokenOff(Exception):
+        pass
+
+    def train_three(batch: Any) -> None:
+        if len(trained) == 3:
+            raise BrokenOff
+        trained.extend(batch.step.sample_ids)
+
+    scope: dict[str, Any] = {
+        "ODBDataLoader": odb_lightning.ODBDataLoader,
+        "dataset": [{"input_ids": torch.arange(3)}] * 9,
+        "collate_fn": list,
+        "model": torch.nn.Linear(1, 1),
+        "checkpoint": None,
+    }
+    scope["train"] = train_three
+    with pytest.raises(BrokenOff):
+        exec(code, scope)  # which leaves its last checkpoint in the scope
+    scope["train"] = lambda batch: trained.extend(batch.step.sample_ids)
+    exec(code, scope)
+    assert sorted(trained) == list(range(9))

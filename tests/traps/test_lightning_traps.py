@@ -224,3 +224,29 @@ def test_no_loader_is_closed_but_its_attribute_iterator_is_set_to_none() -> None
     make_trainer().fit(Tiny(), loader)
     assert "closed" not in loader.events
     assert loader._iterator is None  # type: ignore[attr-defined]
+
+
+class SavingInTheSecondBatch(Tiny):
+    """Keeps what a checkpoint says of the loops, and of what it reads in them."""
+
+    progress: Any = None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.fetcher = self.trainer.fit_loop._data_fetcher
+            self.trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_counts_batches_and_epochs_where_a_resume_sets_them_back(tmp_path: Path) -> None:
+    """`strategies.resume` edits these counts, and begins this fetcher anew."""
+    model = SavingInTheSecondBatch()
+    model.path = tmp_path / "one.ckpt"
+    make_trainer().fit(model, Loader(4))
+    loop = torch.load(model.path, weights_only=True)["loops"]["fit_loop"]
+    assert loop["epoch_loop.batch_progress"] == {
+        "total": {"ready": 2, "started": 2, "processed": 2, "completed": 1},
+        "current": {"ready": 2, "started": 2, "processed": 2, "completed": 1},
+        "is_last_batch": False,
+    }
+    assert loop["epoch_progress"]["current"] == {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    assert callable(type(model.fetcher).__iter__)
