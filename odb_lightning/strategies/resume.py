@@ -7,6 +7,7 @@ Edits the progress of Lightning's loops in a checkpoint (`loops.fit_loop`), and 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ class ResumesExactly(Strategy):
 
     step_info: StepInfo | None
     _trainer: Any
+    _epoch_in_training: Callable[[], int]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,7 +45,6 @@ class ResumesExactly(Strategy):
         self._has_resumed = False
         self._early_loader: ODBDataLoader | None = None
         """One that was asked for its first batch before the checkpoint was loaded."""
-        self._begins_anew = False
         self._random_to_resume: dict[str, Any] | None = None
 
     # --- saving ---
@@ -97,9 +98,6 @@ class ResumesExactly(Strategy):
         checkpoint = super().load_checkpoint(*args, **kwargs)
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._resumed, self._has_resumed = checkpoint.get(CHECKPOINT_KEY), False
-            if self._resumed is not None and self._early_loader is not None:
-                self._begins_anew = True
-                self._resume(self._early_loader)
         return checkpoint
 
     def _resume(self, loader: ODBDataLoader) -> None:
@@ -108,15 +106,17 @@ class ResumesExactly(Strategy):
             self._early_loader = loader
         elif not self._has_resumed:
             ranks = self._resumed["ranks"]
-            loader.load_state_dict([state["loader"] for state in ranks])
+            states = [state["loader"] for state in ranks]
+            if states[0]["epoch"] == self._epoch_in_training():  # else it was at that epoch's end
+                loader.load_state_dict(states)
             self._has_resumed, self._early_loader = True, None
             if len(ranks) == self._trainer.world_size:
                 self._random_to_resume = ranks[self._trainer.global_rank]["random"]
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self._begins_anew:
-            self._begins_anew = False
+        if self._resumed is not None and self._early_loader is not None:
+            self._resume(self._early_loader)
             iter(self._trainer.fit_loop._data_fetcher)
 
     def teardown(self) -> None:

@@ -20,6 +20,13 @@ class PlansWindows(Strategy):
     _trainer: Any
     _module: Any
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        scheduler = self._accumulation_scheduler()
+        if scheduler is not None:  # which acts where an epoch begins, and a resumed run may begin inside of one
+            epoch = self._trainer.fit_loop.epoch_progress.current.processed
+            self._trainer.accumulate_grad_batches = scheduler.get_accumulate_grad_batches(epoch)
+
     @property
     def ends_window(self) -> bool:
         """Whether the batch in training is the last of its accumulation window, after which the optimizer is to step."""

@@ -14,7 +14,7 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
@@ -117,6 +117,7 @@ def fit(
     requeued: Any = None,
     with_validation: bool = False,
     reads_number_of_steps: bool = False,
+    scheduled: dict[str, int] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """What was trained, and the parameters and the number of updates at the end."""
@@ -125,10 +126,12 @@ def fit(
     val_loader = ODBDataLoader(RandomSamples(), l_max=24, collate_fn=pad, num_workers=0, shuffle=False)
     model = Model(strategy == "fsdp2", reads_number_of_steps)
     more: list[Callback] = []
+    if scheduled is not None:
+        more = [GradientAccumulationScheduler({int(epoch): number for epoch, number in scheduled.items()})]
     if preempted is not None:
-        more = [Preempted(*preempted), ModelCheckpoint(folder)]
+        more += [Preempted(*preempted), ModelCheckpoint(folder)]
     elif requeued is not None:
-        more = [Preempted(*requeued)]
+        more += [Preempted(*requeued)]
     trainer = make_trainer(
         make_strategy(strategy, "token", False) if strategy != "odb" else "odb",
         devices=size,
