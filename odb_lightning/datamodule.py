@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from odb_lightning.loader import LOADER_OPTIONS, ODBDataLoader
 from odb_lightning.sharding import is_iterable
 
+_EVALUATION_METHODS = ("val_dataloader", "test_dataloader", "predict_dataloader")
 _OF_TRAINING_ALONE = ("sampler", "deal_sampler", "accumulate", "mode", "quota")
 
 
@@ -29,10 +30,10 @@ class _NeedsODBStrategy(LightningDataModule):
 
 
 class ODBDataModule(_NeedsODBStrategy):
-    """Training and validation data sets behind an `ODBDataLoader` each; validation is not shuffled.
+    """Data sets for training, validation, test and prediction behind an `ODBDataLoader` each; all but training unshuffled.
 
     Takes every option of `ODBDataLoader` (not rank and world size, which the strategy knows). `val_l_max`: token budget of
-    validation batches, by default `l_max`.
+    batches that are not of training, by default `l_max`.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class ODBDataModule(_NeedsODBStrategy):
         train_dataset: Any = None,
         val_dataset: Any = None,
         *,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
         l_max: int,
         val_l_max: int | None = None,
         **loader_options: Any,
@@ -52,11 +55,14 @@ class ODBDataModule(_NeedsODBStrategy):
             )
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
+        self.test_dataset = test_dataset
+        self.predict_dataset = predict_dataset
         self.l_max = l_max
         self.val_l_max = l_max if val_l_max is None else val_l_max
         self.loader_options = loader_options
         self.train_loader: ODBDataLoader | None = None
         self.val_loader: ODBDataLoader | None = None
+        self._loaders: list[ODBDataLoader] = []
 
     @property
     def val_dataset(self) -> Any:
@@ -76,25 +82,36 @@ class ODBDataModule(_NeedsODBStrategy):
         if self.train_dataset is None:
             return super().train_dataloader()
         self.train_loader = ODBDataLoader(self.train_dataset, l_max=self.l_max, **self.loader_options)
+        self._loaders.append(self.train_loader)
         return self.train_loader
 
     def val_dataloader(self) -> Any:
-        options = {name: value for name, value in self.loader_options.items() if name not in _OF_TRAINING_ALONE}
-        if not is_iterable(self.val_dataset):
-            options.pop("sharding", None)
-            options.pop("skip_ahead", None)
-        self.val_loader = ODBDataLoader(self.val_dataset, l_max=self.val_l_max, **(options | {"shuffle": False}))
+        self.val_loader = self._evaluation_loader(self.val_dataset)
         return self.val_loader
 
+    def test_dataloader(self) -> Any:
+        return super().test_dataloader() if self.test_dataset is None else self._evaluation_loader(self.test_dataset)
+
+    def predict_dataloader(self) -> Any:
+        return super().predict_dataloader() if self.predict_dataset is None else self._evaluation_loader(self.predict_dataset)
+
+    def _evaluation_loader(self, dataset: Any) -> ODBDataLoader:
+        options = {name: value for name, value in self.loader_options.items() if name not in _OF_TRAINING_ALONE}
+        if not is_iterable(dataset):
+            options.pop("sharding", None)
+            options.pop("skip_ahead", None)
+        loader = ODBDataLoader(dataset, l_max=self.val_l_max, **(options | {"shuffle": False}))
+        self._loaders.append(loader)
+        return loader
+
     def teardown(self, stage: str) -> None:
-        for loader in (self.train_loader, self.val_loader):
-            if loader is not None:
-                loader.close()
+        while self._loaders:
+            self._loaders.pop().close()
         super().teardown(stage)
 
     @staticmethod
     def from_datamodule(existing: LightningDataModule, l_max: int, **options: Any) -> LightningDataModule:
-        """A copy of your data module whose training and validation `DataLoader`s are ODB loaders (see
+        """A copy of your data module whose `DataLoader`s are ODB loaders, those of test and prediction, too (see
         `ODBDataLoader.from_dataloader` for `options`); everything else is your class's own, transfer hooks included.
 
         Loaders that are no torch `DataLoader` are left as they are.
@@ -104,15 +121,13 @@ class ODBDataModule(_NeedsODBStrategy):
         if isinstance(existing, _NeedsODBStrategy):
             raise TypeError(f"existing is a {type(existing).__name__}: its loaders are ODB loaders already")
         original = type(existing)
-        of_validation = {name: value for name, value in options.items() if name not in ("accumulate", "mode", "quota")}
+        of_evaluation = {name: value for name, value in options.items() if name not in ("accumulate", "mode", "quota")}
 
-        def train_dataloader(self: Any) -> Any:
-            return _converted(original.train_dataloader(self), l_max, options)
+        def converting(name: str, chosen: dict[str, Any]) -> Any:
+            return lambda self: _converted(getattr(original, name)(self), l_max, chosen)
 
-        def val_dataloader(self: Any) -> Any:
-            return _converted(original.val_dataloader(self), l_max, of_validation)
-
-        replaced = {method.__name__: method for method in (train_dataloader, val_dataloader) if _has(existing, method.__name__)}
+        names = {"train_dataloader": options} | dict.fromkeys(_EVALUATION_METHODS, of_evaluation)
+        replaced = {name: converting(name, chosen) for name, chosen in names.items() if _has(existing, name)}
         methods = {"__module__": original.__module__} | replaced
         converted = copy.copy(existing)
         converted.__class__ = type(f"ODB{original.__name__}", (_NeedsODBStrategy, original), methods)

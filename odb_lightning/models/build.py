@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 SMALL_QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -54,6 +57,18 @@ def build_causal_lm(
         enable({"use_reentrant": False})
     model = _with_lora(model, lora) if lora is not None else model
     return model.train()  # type: ignore[no-any-return]  # from_pretrained hands it over in evaluation mode
+
+
+def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shards the parameters of each decoder layer over `mesh`, then what is left, by `fully_shard` (FSDP2)."""
+    from torch.distributed.fsdp import fully_shard
+
+    # What transformers calls a layer that has to stay in one piece.
+    names = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    for part in model.modules():
+        if type(part).__name__ in names:
+            fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def _with_lora(model: Any, lora: Mapping[str, Any]) -> Any:

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from odb_lightning.models.build import build_causal_lm
+from odb_lightning.models.build import build_causal_lm, shard_layers
 from odb_lightning.models.schedule import SampleClock, cosine_factor
-from odb_lightning.models.token_mean import TokenMean
+from odb_lightning.models.token_mean import TokenMean, TokenMetrics
 from odb_lightning.runtime.counting import IGNORE_INDEX
 
 
@@ -25,8 +26,9 @@ class CausalLM(LightningModule):
     neither gives a small Qwen3. With `schedule_samples` the learning rate warms up over `warmup_samples` and falls along a
     cosine to `min_lr_ratio * lr` at that many samples over all ranks: the number of steps is not known beforehand.
 
-    Logs `train_loss` (this rank's batch), `train_loss_epoch`, `val_loss` and `val_token_accuracy` (over all targets of all
-    ranks), `lr`.
+    Logs `train_loss` (this rank's batch), `lr`, and over all targets of all ranks `train_loss_epoch`, `val_loss`,
+    `val_perplexity` and `val_token_accuracy` (`test_...` in `trainer.test`). `trainer.predict` scores samples: see
+    `predict_step`. Under `odb_model_parallel` each decoder layer is sharded (FSDP2).
     """
 
     def __init__(
@@ -55,8 +57,12 @@ class CausalLM(LightningModule):
         self.min_lr_ratio = min_lr_ratio
         self.clock = SampleClock()
         self.train_loss_epoch = TokenMean()
-        self.val_loss = TokenMean()
-        self.val_token_accuracy = TokenMean()
+        self.val_metrics = TokenMetrics()
+        self.test_metrics = TokenMetrics()
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not isinstance(self.model, FSDPModule):
+            shard_layers(self.model, self.device_mesh["data_parallel"])
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Logits of shape (samples, length, vocabulary)."""
@@ -71,16 +77,41 @@ class CausalLM(LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         logits, targets = self._supervised(batch)
-        self.val_loss.update(mean_cross_entropy(logits, targets) * targets.numel(), targets.numel())
-        self.val_token_accuracy.update((logits.argmax(-1) == targets).sum(), targets.numel())
+        self.val_metrics.update(cross_entropies(logits, targets), logits.argmax(-1) == targets)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits, targets = self._supervised(batch)
+        self.test_metrics.update(cross_entropies(logits, targets), logits.argmax(-1) == targets)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        """How likely the model finds each sample, in the order of the batch: `sample_ids` (None for a loader that does not
+        tell), `loss` (samples,), the mean over the sample's targets, NaN where it has none, and `num_targets` (samples,)."""
+        logits, targets = self._supervised(batch)
+        is_target = batch["labels"][:, 1:] != IGNORE_INDEX
+        losses = cross_entropies(logits, targets)
+        sums = losses.new_zeros(len(is_target)).index_add_(0, is_target.nonzero()[:, 0], losses)
+        num_targets = is_target.sum(1)
+        step = getattr(self.trainer.strategy, "val_step_info", None)
+        return {
+            "sample_ids": None if step is None else list(step.sample_ids),
+            "loss": sums / num_targets,
+            "num_targets": num_targets,
+        }
 
     # At the end of the epoch, not in the steps: every rank logs the same keys, also one that had no batch.
     def on_train_epoch_end(self) -> None:
         self.log("train_loss_epoch", self.train_loss_epoch)
 
     def on_validation_epoch_end(self) -> None:
-        self.log("val_loss", self.val_loss, prog_bar=True)
-        self.log("val_token_accuracy", self.val_token_accuracy)
+        self._log_metrics("val", self.val_metrics)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_metrics("test", self.test_metrics)
+
+    def _log_metrics(self, stage: str, metrics: TokenMetrics) -> None:
+        self.log(f"{stage}_loss", metrics.loss, prog_bar=True)
+        self.log(f"{stage}_perplexity", metrics.perplexity)
+        self.log(f"{stage}_token_accuracy", metrics.token_accuracy)
 
     def _supervised(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Logits (targets, vocabulary) and targets. Only these rows are copied and turned into float32, not the prompts'."""
@@ -126,3 +157,8 @@ class CausalLM(LightningModule):
 def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean over `targets` (n,) of `logits` (n, vocabulary), in float32; over none a zero that has a graph."""
     return F.cross_entropy(logits.float(), targets, reduction="sum") / max(targets.numel(), 1)
+
+
+def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of each of `targets` (n,) with its row of `logits` (n, vocabulary), in float32."""
+    return F.cross_entropy(logits.float(), targets, reduction="none")

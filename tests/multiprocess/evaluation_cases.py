@@ -1,7 +1,8 @@
-"""Validation and prediction on ranks with unequal data, run by every rank (see ranks.py)."""
+"""Metrics and predictions of the language model on ranks with unequal data, run by every rank (see ranks.py)."""
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import lightning
 import torch
 from torch import Tensor
+from torchmetrics import CatMetric, MeanMetric
 
-from odb_lightning import ODBDataLoader
+from odb_lightning import ODBDataLoader, ODBSingleDeviceStrategy
 from odb_lightning.models import CausalLM
 from tests.multiprocess.trainers import make_trainer
 from tests.multiprocess.training_cases import Samples, make_sample, make_strategy, pad
@@ -27,58 +29,103 @@ TINY = {
     "max_position_embeddings": 32,
 }
 
-
-class Predicting(CausalLM):
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> list[int]:
-        return batch["sample"].tolist()
+ALL = [0, 2, 3, 5, 6, 7, 9, 10, 13]
+"""5 and 6 have no target."""
+CASES: dict[str, tuple[list[list[int]], int]] = {
+    "rank 1 idle": ([ALL[:-1], ALL[-1:]], 12),
+    "rank 0 has no sample": ([[], ALL], 48),
+    "one process": ([ALL], 12),
+    "one process, larger batches": ([ALL], 48),
+}
+"""The ranks' samples, and the budget."""
 
 
 def pad_with_mask(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     batch = pad(samples)
     lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
     batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
-    batch["sample"] = torch.tensor([int(sample["input_ids"].sum()) for sample in samples])
     return batch
 
 
-def make_model() -> Predicting:
+class Measured(CausalLM):
+    """With metrics of a user's: a mean, and one that keeps every value."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.mean_length, self.lengths = MeanMetric(), CatMetric()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        lengths = batch["attention_mask"].sum(1).float()
+        self.mean_length.update(lengths)
+        self.lengths.update(lengths)
+        self.log("mean_length", self.mean_length, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.log("num_lengths", float(self.lengths.compute().numel()))
+        self.lengths.reset()
+
+
+def make_model() -> Measured:
+    """That a fit leaves as it is."""
     torch.manual_seed(0)
-    return Predicting(config=TINY)
+    return Measured(config=TINY, lr=0.0)
 
 
-def evaluate(strategy: str, shards: list[list[int]]) -> dict[str, Any]:
-    """What validation and prediction give on this rank, and the validation loss of one process without padding."""
-    rank = int(os.environ["RANK"])
+def all_cases(strategy: str) -> dict[str, Any]:
+    num_ranks = 1 if strategy == "single" else 2
+    return {name: _case(strategy, *case) for name, case in CASES.items() if len(case[0]) == num_ranks}
+
+
+def _case(strategy: str, shards: list[list[int]], l_max: int) -> dict[str, Any]:
+    """What each loop of the trainer gives on this rank."""
+    shard = shards[int(os.environ["RANK"])]
 
     def loader() -> ODBDataLoader:
-        return ODBDataLoader(Samples(), l_max=24, collate_fn=pad_with_mask, sampler=shards[rank], num_workers=0, shuffle=False)
+        options: dict[str, Any] = {"num_workers": 0, "shuffle": False, "num_supervised_fn": "causal"}
+        return ODBDataLoader(Samples(), l_max=l_max, collate_fn=pad_with_mask, sampler=shard, **options)
 
     def trainer() -> lightning.Trainer:
-        return make_trainer(make_strategy(strategy, "token", False), devices=len(shards))
+        made = ODBSingleDeviceStrategy() if strategy == "single" else make_strategy(strategy, "token", False)
+        return make_trainer(made, devices=len(shards))
 
-    warnings.simplefilter("ignore")
-    validated = trainer().validate(make_model(), loader(), verbose=False)[0]
-    predictions = trainer().predict(make_model(), loader()) if strategy == "ddp" else None
-    return {
-        "val_loss": validated["val_loss"],
-        "predictions": predictions,
-        "expected": _reference([index for shard in shards for index in shard]),
-    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fitted = trainer()
+        fitted.fit(make_model(), loader(), loader())
+        return {
+            "fit": {name: float(value) for name, value in fitted.callback_metrics.items()},
+            "validate": trainer().validate(make_model(), loader(), verbose=False)[0],
+            "test": trainer().test(make_model(), loader(), verbose=False)[0],
+            "predict": _as_numbers(trainer().predict(make_model(), loader())),
+        }
 
 
-def _reference(sample_ids: list[int]) -> float:
-    """The mean over all targets, each sample by itself."""
+def _as_numbers(predictions: Any) -> list[Any]:
+    """`[sample, loss, targets]` of each, and None for an idle step."""
+    rows: list[Any] = []
+    for prediction in predictions:
+        if prediction is None:
+            rows.append(None)
+            continue
+        losses, num_targets = prediction["loss"].tolist(), prediction["num_targets"].tolist()
+        rows.extend(map(list, zip(prediction["sample_ids"], losses, num_targets, strict=True)))
+    return rows
+
+
+def reference(sample_ids: list[int]) -> tuple[dict[str, float], dict[int, tuple[float, int]]]:
+    """Loss, perplexity and accuracy over all targets, and each sample's loss and targets: one by one, in float64."""
     model = make_model().double()
-    total, count = 0.0, 0
+    total, hits, count = 0.0, 0, 0
+    of_samples: dict[int, tuple[float, int]] = {}
     for index in sample_ids:
         batch = pad_with_mask([make_sample(index)])
-        targets = batch["labels"][0, 1:]
+        labels = batch["labels"][0, 1:]
         with torch.no_grad():
             logits = model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[0, :-1]
-        losses = torch.nn.functional.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
-        total, count = total + float(losses), count + int((targets != -100).sum())
-    return total / count
-
-
-def expected_predictions(sample_ids: list[int]) -> list[int]:
-    return sorted(int(make_sample(index)["input_ids"].sum()) for index in sample_ids)
+        logits, targets = logits[labels != -100], labels[labels != -100]
+        losses = -logits.log_softmax(-1).gather(1, targets[:, None])
+        of_samples[index] = (float(losses.mean()), len(targets))
+        total, hits, count = total + float(losses.sum()), hits + int((logits.argmax(-1) == targets).sum()), count + len(targets)
+    return {"loss": total / count, "perplexity": math.exp(total / count), "token_accuracy": hits / count}, of_samples

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from torchmetrics.text import Perplexity
 
 from odb_lightning.data import PadCollator
 from odb_lightning.models import CausalLM
@@ -133,6 +135,50 @@ def test_metrics_are_weighted_by_targets_and_begin_anew_each_epoch():
         for s in drawn
     ]
     assert metrics["val_token_accuracy"].item() == pytest.approx(sum(hits) / count)
+    assert metrics["val_perplexity"].item() == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+def test_perplexity_is_that_of_torchmetrics():
+    module, batch = tiny(), collate(samples(5))
+    theirs = Perplexity(ignore_index=-100)
+    theirs.update(module(batch["input_ids"], batch["attention_mask"])[:, :-1].detach(), batch["labels"][:, 1:])
+    trainer().validate(module, Batches(samples(5), 2), verbose=False)
+    assert module.trainer.callback_metrics["val_perplexity"].item() == pytest.approx(theirs.compute().item(), rel=1e-5)
+
+
+def test_testing_measures_what_validation_does():
+    fit, module = trainer(), tiny()
+    (validated,) = fit.validate(module, Batches(samples(7), 3), verbose=False)
+    (tested,) = fit.test(module, Batches(samples(7), 2), verbose=False)
+    assert {name.replace("val_", "test_"): pytest.approx(value) for name, value in validated.items()} == tested
+    assert len(tested) == 3
+
+
+def test_predictions_are_the_mean_losses_of_samples():
+    drawn, module = samples(5), tiny()
+    drawn[3]["labels"][1:] = -100
+    predictions = trainer().predict(module, Batches(drawn, 2))
+    assert [prediction["sample_ids"] for prediction in predictions] == [None] * 3  # only an ODB loader tells
+    losses = torch.cat([prediction["loss"] for prediction in predictions])
+    assert torch.cat([prediction["num_targets"] for prediction in predictions]).tolist() == [
+        int((sample["labels"][1:] != -100).sum()) for sample in drawn
+    ]
+    for loss, sample in zip(losses, drawn, strict=True):
+        total, count = reference(module, [sample])
+        assert loss.isnan() if count == 0 else loss.item() == pytest.approx(total / count, abs=1e-5)
+
+
+def test_in_half_precision_targets_are_counted_as_in_full():
+    """Lightning turns the whole module into bfloat16, in which 257 is 256."""
+    drawn = samples(70)
+    module = tiny(lr=0.0)
+    trainer(precision="bf16-true").fit(module, Batches(drawn, 3), Batches(drawn, 3))
+    assert module.dtype == torch.bfloat16
+    total, count = reference(tiny(), drawn)
+    assert count > 257
+    metrics = module.trainer.callback_metrics
+    assert metrics["val_loss"].item() == pytest.approx(total / count, rel=2e-3)
+    assert metrics["train_loss_epoch"].item() == pytest.approx(metrics["val_loss"].item(), rel=1e-6)
 
 
 def test_the_learning_rate_ends_at_the_same_value_for_every_batching():
@@ -214,6 +260,23 @@ def test_any_architecture_and_pretrained_weights_fit(tmp_path):
     assert CausalLM(pretrained=str(tmp_path), torch_dtype="bfloat16").model.dtype == torch.bfloat16
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by peft
+def test_lora_adds_adapters_to_all_linear_layers_and_trains_nothing_else():
+    pytest.importorskip("peft")
+    base = tiny()
+    adapted = tiny(lora={"r": 8, "target_modules": "all-linear"}, gradient_checkpointing=True)
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * 7  # A and B, two layers, four projections of attention and three of the MLP
+    assert all("lora_" in name for name in trained)
+    batch = collate(samples(4))
+    loss = loss_of(adapted, batch)
+    torch.testing.assert_close(loss, loss_of(base, batch), atol=1e-5, rtol=0)  # B is zero at first
+    loss.backward()
+    matrices, *others = adapted.configure_optimizers().param_groups
+    assert len(matrices["params"]) == len(trained) and not others
+    assert all(parameter.grad is not None for parameter in matrices["params"])
+
+
 def test_what_is_wrong_with_the_options_is_said(monkeypatch):
     with pytest.raises(ValueError, match="leave one out"):
         CausalLM(TINY, pretrained="x")
@@ -229,6 +292,6 @@ def test_a_token_mean_counts_past_what_float32_can_and_keeps_a_nan():
     metric.update(torch.tensor(2.0 * 2**25), 2**25)
     for _ in range(3):
         metric.update(torch.tensor(0.0), 1)
-    assert metric.half().count.item() == 2**25 + 3
+    assert metric.half().count.item() == metric.to(torch.bfloat16).count.item() == 2**25 + 3
     metric.update(torch.tensor(float("nan")), 1)
     assert metric.compute().isnan()

@@ -194,7 +194,7 @@ class TestFromDataModule:
         module.setup("fit")
         return module
 
-    def test_train_and_val_loaders_are_converted_and_nothing_else(self) -> None:
+    def test_torch_loaders_are_converted_and_nothing_else(self) -> None:
         module = self.converted(buffer_size=5)
         train, (val, other) = module.train_dataloader(), module.val_dataloader()
         assert isinstance(train, ODBDataLoader)
@@ -202,7 +202,9 @@ class TestFromDataModule:
         assert (train.shuffle, val.shuffle) == (True, False)
         assert (train.l_max, train._options["buffer_size"], train._options["collate_fn"]) == (8, 5, collate)
         assert other == "not a loader"
-        assert type(module.test_dataloader()) is DataLoader
+        test = module.test_dataloader()
+        assert isinstance(test, ODBDataLoader)
+        assert (test.shuffle, test.l_max) == (False, 8)
 
     def test_what_is_meant_for_training_does_not_reach_validation(self) -> None:
         """In non-join a validation would begin its samples anew, or leave some out; in windows it has no step."""
@@ -276,12 +278,40 @@ class TestODBDataModule:
         with pytest.raises(ValueError, match="l_max must be"):
             ODBDataModule(DATA, l_max=0).train_dataloader()
 
-    def test_without_a_validation_set_there_is_no_validation_loader(self) -> None:
+    @pytest.mark.parametrize("name", ["val_dataloader", "test_dataloader", "predict_dataloader"])
+    def test_without_a_data_set_there_is_no_loader(self, name: str) -> None:
         from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
         module = ODBDataModule(DATA, l_max=8)
         with pytest.raises(MisconfigurationException):
-            module.val_dataloader()
+            getattr(module, name)()
+
+    def test_test_and_prediction_sets_have_loaders_in_their_order(self, tmp_path: Path) -> None:
+        class Predicts(Model):
+            def predict_step(self, batch: Any, _: int) -> Any:
+                return self.trainer.strategy.val_step_info.sample_ids  # type: ignore[attr-defined]
+
+            def test_step(self, batch: Any, _: int) -> None:
+                tested.extend(self.trainer.strategy.val_step_info.sample_ids)  # type: ignore[attr-defined]
+
+        tested: list[Any] = []
+        module = ODBDataModule(
+            test_dataset=Lengths([3, 1]),
+            predict_dataset=DATA,
+            l_max=8,
+            val_l_max=6,
+            collate_fn=collate,
+            num_workers=0,
+            quota=9,
+            mode="non_join",
+        )
+        used, model = trainer(tmp_path, strategy="odb"), Predicts()
+        predictions = used.predict(model, datamodule=module)
+        assert predictions is not None
+        assert sorted(sample_id for ids in predictions for sample_id in ids) == [0, 1, 2, 3]
+        used.test(model, datamodule=module, verbose=False)
+        assert sorted(tested) == [0, 1]
+        assert module._loaders == [], "closed at the end"
 
 
 class Model(LightningModule):
