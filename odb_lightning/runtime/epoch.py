@@ -74,13 +74,11 @@ class EpochRun:
             request.accumulate, request.max_steps, num_steps=request.first_step, num_samples=request.first_samples
         )
         self._held: dict[int, Observed] = {}
-        self._places: dict[int, int] = {}
-        """Of the tickets held: see `RoundState`."""
+        self._facts: dict[int, tuple[int, int, int]] = {}
+        """Place (see `RoundState`), length and patches of the tickets held and wanted."""
         self._wanted: deque[int] = deque()
         """Tickets given before the epoch was resumed, whose samples come first."""
         self._num_taken = 0
-        self._lengths_before: dict[int, tuple[int, int]] = {}
-        """And patches, of the tickets wanted."""
         self._is_exhausted = False
         self._next: Observed | None = None
         """A kept sample that the window had no room for."""
@@ -108,11 +106,10 @@ class EpochRun:
         self._planner.restore(
             state.window(), num_observed=state.num_observed, num_rounds=state.num_rounds, pass_start=state.pass_start
         )
-        self._places = dict(zip(state.tickets, state.places, strict=True))
+        self._facts = dict(zip(state.tickets, zip(state.places, state.lengths, state.patches, strict=True), strict=True))
         # The samples of an iterable data set come in its own order.
         is_iterable = self._num_views_left is None
-        self._wanted.extend(sorted(state.tickets, key=self._places.__getitem__) if is_iterable else state.tickets)
-        self._lengths_before = dict(zip(state.tickets, zip(state.lengths, state.patches, strict=True), strict=True))
+        self._wanted.extend(sorted(state.tickets, key=self._facts.__getitem__) if is_iterable else state.tickets)
         self._num_taken = state.num_taken
         self._is_exhausted = state.is_exhausted
         if is_iterable:
@@ -204,7 +201,8 @@ class EpochRun:
                 self._is_exhausted = True
             elif self._planner.room > 0:
                 ticket = self._planner.observe(self._next.length, self._next.patches)
-                self._held[ticket], self._places[ticket] = self._next, self._num_taken - 1
+                self._held[ticket] = self._next
+                self._facts[ticket] = self._num_taken - 1, self._next.length, self._next.patches
                 self._next = None
             else:
                 return
@@ -216,11 +214,11 @@ class EpochRun:
             error = "it ended before the place where the epoch is to be resumed: it has to give the same samples again"
             raise RaisedFailure(Failure("the iteration of the data set", error))
         self._exchange.presence.tick()
-        size = (observed.length, observed.patches)
-        if size != self._lengths_before[ticket]:
+        size, size_before = (observed.length, observed.patches), self._facts[ticket][1:]
+        if size != size_before:
             where = f"dataset[{observed.sample_id!r}]"
             error = (
-                f"it has length and patches {size} now, and had {self._lengths_before[ticket]} when the state was saved, so "
+                f"it has length and patches {size} now, and had {size_before} when the state was saved, so "
                 "the epoch can't be resumed as it was planned: a data set has to give the same sample for the same index and "
                 "random state (Python's, numpy's and torch's generators are seeded for each sample)"
             )
@@ -294,10 +292,8 @@ class EpochRun:
 
     def _state(self, groups: list[list[int]]) -> RoundState:
         """With a round's groups planned, and none of them emitted."""
-        window, patches = self._planner.window, self._planner.patches
-        of_groups = [ticket for group in groups for ticket in group]
-        held, tickets = self._held, [*of_groups, *window]
-        known = [self._lengths_before.get(ticket) or held[ticket][1:3] for ticket in of_groups]
+        tickets = [*itertools.chain.from_iterable(groups), *self._planner.window]
+        places, lengths, patches = zip(*map(self._facts.__getitem__, tickets), strict=True) if tickets else ((), (), ())
         return RoundState(
             first_step=self._windows.num_steps,
             first_samples=self._windows.num_samples,
@@ -308,15 +304,15 @@ class EpochRun:
             is_exhausted=self._is_exhausted,
             group_sizes=list(map(len, groups)),
             tickets=tickets,
-            places=list(map(self._places.__getitem__, tickets)),
-            lengths=[size[0] for size in known] + list(window.values()),
-            patches=[size[1] for size in known] + [patches.get(ticket, 0) for ticket in window],
+            places=list(places),
+            lengths=list(lengths),
+            patches=list(patches),
             readers=None if self._fetcher.readers is None else self._fetcher.readers.at(self._oldest_place()),
         )
 
     def _oldest_place(self) -> int:
-        """Of the samples at hand; tickets are in the order of places."""
-        return min(self._places.values(), default=self._num_taken)
+        """Of the samples at hand."""
+        return min((place for place, _, _ in self._facts.values()), default=self._num_taken)
 
     def _emit_block(self, groups: list[list[int]]) -> None:
         self._exchange.presence.note("collating")
@@ -350,7 +346,7 @@ class EpochRun:
             self._fetch_wanted()
         observed = [self._held.pop(ticket) for ticket in group]
         for ticket in group:
-            del self._places[ticket]
+            del self._facts[ticket]
         samples = [item.sample for item in observed]
         sample_ids = tuple(item.sample_id for item in observed)
         spare = self._stand_in.candidates(samples) if self._settings.world_size > 1 else []
