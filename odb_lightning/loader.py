@@ -441,7 +441,8 @@ class ODBDataLoader:
             "len(dataset)": None if self._is_iterable else len(self.dataset),
         }
         if self._is_iterable:
-            knobs |= {name: self._options[name] for name in ("num_workers", "chunk_size", "sharding")}
+            knobs |= {name: self._options[name] for name in ("chunk_size", "sharding")}
+            knobs["num_workers"] = max(self._options["num_workers"], 1)
         if start is not None:
             return EpochPlace(epoch, known.rank, known.world_size, knobs, start.views, start.origin)
         views = () if not self._is_iterable else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import json
 import warnings
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -53,6 +54,10 @@ class EpochPlace:
     origin: State | None
     """What the views are the rest of, if they are one."""
 
+    @functools.cached_property
+    def _summary(self) -> dict[str, int] | None:
+        return _summary_of(self.views)
+
     def state(self, step: int, num_samples: int, round_state: RoundState | None, is_finished: bool = False) -> State:
         """Plain containers of numbers and text."""
         if self.views is None and self.settings["mode"] != "join":
@@ -66,7 +71,7 @@ class EpochPlace:
             "rank": self.rank,
             "world_size": self.world_size,
             "settings": self.settings,
-            "views": _summary_of(self.views),
+            "views": self._summary,
             "round": None if round_state is None else round_state.to_dict(),
             "origin": self.origin,
         }
@@ -240,22 +245,21 @@ def start_from(states: Sequence[State], place: EpochPlace, base: BaseViews, chan
             f"the loader's state is of world_size={first['world_size']}, and this is {place.world_size}: what is left of the "
             "epoch can be dealt to the ranks anew, given the states of all ranks (a list, in their order)"
         )
-    step, num_samples = first["step"], first["num_samples"]
+    step, num_samples, samples = first["step"], first["num_samples"], _Samples(base)
     if is_same and not changes:
         (state,) = own
-        views = _views_of(state, base)
         round_state = None if state["round"] is None else RoundState.from_dict(state["round"])
-        return Start(views, step, num_samples, round_state, state["origin"], _done(state, base, views))
-    if place.settings["mode"] != "join":
+        return Start(samples.views(state), step, num_samples, round_state, state["origin"], tuple(samples.done(state)))
+    if place.settings["mode"] != "join" or "sharding" in place.settings:
         _refuse_anew([f"world_size was {first['world_size']} and is {place.world_size}"])
     if not is_same and place.settings["sampler"] == "each rank's own":
         raise ValueError(
             f"world_size was {first['world_size']} and is {place.world_size}: what is left of a sampler of each rank's own "
             "can't be dealt to others (the default sampler, or deal_sampler=True, can)"
         )
-    origin: State = {"deals": not is_same, "states": list(states) if not is_same else own}
-    done_ids = tuple(sample_id for state in origin["states"] for sample_id in _done(state, base, _views_of(state, base)))
-    return Start(_rest(origin, place.rank, place.world_size, base), step, num_samples, None, origin, done_ids)
+    origin = _origin_of(own if is_same else states, deals=not is_same)
+    views = samples.rest(origin, place.rank, place.world_size)
+    return Start(views, step, num_samples, None, origin, tuple(samples.done_before(origin)))
 
 
 def _refuse_anew(changes: Sequence[str]) -> NoReturn:
@@ -265,50 +269,80 @@ def _refuse_anew(changes: Sequence[str]) -> NoReturn:
     )
 
 
-def _views_of(state: State, base: BaseViews) -> Any:
-    """The views that the places of a state count."""
-    rank, world_size, origin = state["rank"], state["world_size"], state["origin"]
-    views = base(rank, world_size) if origin is None else _rest(origin, rank, world_size, base)
-    if _summary_of(views) != state["views"]:
-        raise ValueError(
-            f"rank {rank} has {len(views)} samples in epoch {state['epoch']}, which are not the {state['views']['number']} of "
-            "the loader's state: the data set or the sampler has changed, or the sampler's order is a different one each time "
-            "(seed it by the epoch, in set_epoch)"
-        )
-    return views
+def _origin_of(states: Sequence[State], *, deals: bool) -> State:
+    """What their rest is the rest of; what the states are themselves the rest of is in it once."""
+    before = states[0]["origin"]
+    if all(state["origin"] == before for state in states):
+        return {"deals": deals, "before": before, "states": [state | {"origin": None} for state in states]}
+    return {"deals": deals, "before": None, "states": list(states)}
 
 
-def _rest(origin: State, rank: int, world_size: int, base: BaseViews) -> Any:
-    """What is left of the views of one rank; of those of all ranks, this rank's part."""
-    parts = [_left(state, _views_of(state, base)) for state in origin["states"]]
-    if not origin["deals"]:
-        return parts[0]
-    everything = [sample_id for part in parts for sample_id in part]
-    state = origin["states"][0]
-    if state["settings"]["shuffle"]:
-        order = np.random.default_rng(derive_seed(state["settings"]["seed"], state["epoch"], "rest", state["step"]))
-        everything = [everything[index] for index in order.permutation(len(everything))]
-    return everything[rank::world_size]
+class _Samples:
+    """The samples that states count, worked out once each: what is left of an epoch that was dealt anew is needed for each of
+    the ranks that went on with it."""
+
+    def __init__(self, base: BaseViews) -> None:
+        self._base = base
+        self._rest_of: dict[Hashable, list[Hashable]] = {}
+        self._is_told: set[Hashable] = set()
+
+    def views(self, state: State, before: State | None = None) -> Any:
+        """What the places of a state count; it is of an origin's states if `before` is what that was the rest of."""
+        rank, world_size, origin = state["rank"], state["world_size"], state["origin"] or before
+        views = self._base(rank, world_size) if origin is None else self.rest(origin, rank, world_size)
+        if _summary_of(views) != state["views"]:
+            raise ValueError(
+                f"rank {rank} has {len(views)} samples in epoch {state['epoch']}, which are not the {state['views']['number']} "
+                "of the loader's state: the data set or the sampler has changed, or the sampler's order is a different one "
+                "each time (seed it by the epoch, in set_epoch)"
+            )
+        return views
+
+    def done(self, state: State, before: State | None = None) -> list[Hashable]:
+        """Trained or left out before the state's moment. In a further pass of non-join nothing is: it begins anew."""
+        views, origin = self.views(state, before), state["origin"]
+        done = [] if origin is None else self.done_before(origin)
+        if state["round"] is None or views is None:
+            return done
+        found = RoundState.from_dict(state["round"])
+        held = set(found.places)
+        return done + _plain(views[place] for place in range(min(found.num_taken, len(views))) if place not in held)
+
+    def done_before(self, origin: State) -> list[Hashable]:
+        """Trained or left out when the rest began; nothing the second time."""
+        if (key := _key_of(origin)) in self._is_told:
+            return []
+        self._is_told.add(key)
+        before = origin["before"]
+        done = [] if before is None else self.done_before(before)
+        return done + [sample_id for state in origin["states"] for sample_id in self.done(state, before)]
+
+    def rest(self, origin: State, rank: int, world_size: int) -> list[Hashable]:
+        """What is left of the views of one rank; of those of all ranks, this rank's part."""
+        if (key := _key_of(origin)) not in self._rest_of:
+            self._rest_of[key] = self._all_of(origin)
+        return self._rest_of[key][rank::world_size] if origin["deals"] else self._rest_of[key]
+
+    def _all_of(self, origin: State) -> list[Hashable]:
+        states = origin["states"]
+        everything = [sample_id for state in states for sample_id in _left(state, self.views(state, origin["before"]))]
+        if origin["deals"] and states[0]["settings"]["shuffle"]:
+            seed = derive_seed(states[0]["settings"]["seed"], states[0]["epoch"], "rest", states[0]["step"])
+            order = np.random.default_rng(seed).permutation(len(everything))
+            return [everything[index] for index in order]
+        return everything
+
+
+def _key_of(origin: State) -> Hashable:
+    return origin["deals"], *(state["checksum"] for state in origin["states"])
 
 
 def _left(state: State, views: Any) -> list[Hashable]:
     if state["round"] is None:
         return list(views)
     found = RoundState.from_dict(state["round"])
-    ids = [views[place] for place in sorted(found.places)] + list(views[found.num_taken :])
-    return [sample_id.item() if isinstance(sample_id, np.generic) else sample_id for sample_id in ids]
+    return _plain([*(views[place] for place in sorted(found.places)), *views[found.num_taken :]])
 
 
-def _done(state: State, base: BaseViews, views: Any) -> tuple[Hashable, ...]:
-    """Trained or left out before the state's moment. In a further pass of non-join nothing is: it begins anew."""
-    before = (
-        ()
-        if state["origin"] is None
-        else tuple(sample_id for one in state["origin"]["states"] for sample_id in _done(one, base, _views_of(one, base)))
-    )
-    if state["round"] is None or views is None:
-        return before
-    found = RoundState.from_dict(state["round"])
-    held = set(found.places)
-    done = (views[place] for place in range(min(found.num_taken, len(views))) if place not in held)
-    return before + tuple(sample_id.item() if isinstance(sample_id, np.generic) else sample_id for sample_id in done)
+def _plain(sample_ids: Iterable[Any]) -> list[Hashable]:
+    return [sample_id.item() if isinstance(sample_id, np.generic) else sample_id for sample_id in sample_ids]

@@ -37,7 +37,7 @@ class AccumulationWindows(Generic[T]):
         num_steps: int = 0,
         num_samples: int = 0,
     ) -> None:
-        """`num_steps` and `num_samples` were before, in whole windows."""
+        """`num_steps` and `num_samples` were before; no window goes over from there."""
         self.accumulate = accumulate
         self.max_steps = max_steps
         self.quota = quota
@@ -56,7 +56,7 @@ class AccumulationWindows(Generic[T]):
         self._pending.append((item, targets, samples))
         self.num_steps += 1
         self.num_samples += samples
-        return self.flush() if len(self._pending) == self.accumulate or self.is_full else []
+        return self.flush() if self.num_steps % self.accumulate == 0 or self.is_full else []
 
     def flush(self) -> list[SummedStep[T]]:
         """The steps held back, as a window of their own."""
