@@ -51,6 +51,7 @@ class RankRecord:
     exchange_seconds: float = 0.0
     outstanding_depth: int = 0
     over_budget: int = 0
+    batches_without_targets: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     lengths: int = 0
     """How many samples the three sums below are over."""
@@ -87,6 +88,7 @@ def run_figures(
         "samples_expected": _sum(records, "samples_expected"),
         "dropped": dict(dropped),
         "over_budget": _sum(records, "over_budget"),
+        "batches_without_targets": _sum(records, "batches_without_targets"),
         "tokens_real": real,
         "tokens_padded": padded,
         "tokens_supervised": _sum(records, "tokens_supervised"),

@@ -77,6 +77,17 @@ class TargetCounter:
             labels = labels[:, 1:]
         return int(torch.count_nonzero(labels != IGNORE_INDEX))
 
+    def of_batch(self, data: Any, num_samples: int) -> int | float:
+        """The same for a batch that goes into the loss; says once that there is one without targets."""
+        count = self(data, num_samples)
+        if not count:
+            self.warn_once(
+                "no targets",
+                f"a batch of {num_samples} samples has no target (num_supervised_fn counts none): it adds nothing to the loss, "
+                "and an update of such batches alone is left out; more are only counted",
+            )
+        return count
+
     def warn_once(self, kind: str, text: str) -> None:
         """Keeps the first warning of a kind for the training process to show."""
         if kind not in self._warned:

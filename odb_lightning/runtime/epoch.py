@@ -357,7 +357,8 @@ class EpochRun:
             if data is None:
                 raise TypeError("collate_fn returned None; it has to return the batch")
             where = f"num_supervised_fn for samples {list(sample_ids)!r}"
-            targets = self._counter(data, len(samples))
+            targets = self._counter.of_batch(data, len(samples))
+            self._stats.batches_without_targets += not targets
             where = f"collate_fn for one of the samples {list(sample_ids)!r} alone"
             self._stand_in.consider(spare)
         except Exception as error:

@@ -162,6 +162,8 @@ class LoaderStats:
     """Samples that were done with (trained or left out) before an epoch was resumed; not expected any more."""
     over_budget: int = 0
     """Samples longer than l_max, emitted alone."""
+    batches_without_targets: int = 0
+    """They add nothing to the loss."""
     outstanding_depth: int = 0
     """Samples that this rank may hold between the sampler and the training step (see `ODBDataLoader`)."""
     length_count: int = 0

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_strategies
 
+from odb_lightning import ODBDataLoader
 from odb_lightning.runtime.counting import DEFAULT_RULE, TargetCounter, check_rule, labels_of
 
 LABELS = torch.tensor([[-100, 5, 6, -100], [7, 8, -100, 9]])
@@ -152,3 +153,14 @@ def test_labels_of_a_mapping_are_its_item_not_its_attribute() -> None:
 
     assert labels_of(Batch(labels=1)) == 1
     assert labels_of(Batch()) is None
+
+
+def test_batches_without_targets_are_counted_and_told_once() -> None:
+    """By the loader, which knows that they are batches of the loss."""
+    samples = [{"input_ids": torch.ones(4, dtype=torch.int64), "labels": torch.full((4,), -100 if i else 1)} for i in range(3)]
+    with ODBDataLoader(samples, l_max=4, num_workers=0, num_supervised_fn="causal") as loader:
+        with pytest.warns(UserWarning, match="a batch of 1 samples has no target") as told:
+            counts = [batch.step.num_tokens_supervised for batch in loader]
+        assert sorted(counts) == [0, 0, 3]
+        assert len([warning for warning in told if "no target" in str(warning.message)]) == 1
+        assert loader.stats.batches_without_targets == 2
