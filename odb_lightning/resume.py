@@ -168,7 +168,8 @@ def check_can_be_read_again(states: Sequence[State], skips_ahead: bool) -> None:
             continue
         if not skips_ahead:
             raise ValueError(
-                "the iterable data set has no state of its own, so it can't be gone on with from the middle of an epoch: "
+                "the iterable data set has no state of its own, or one that leaves out the samples that it shuffles in a "
+                "buffer, so it can't be gone on with from the middle of an epoch: "
                 "give it state_dict() and load_state_dict(), or have it read again from its beginning, without what was "
                 "trained before (skip_ahead=True), which takes as long as reading that"
             )
@@ -305,8 +306,10 @@ class _Samples:
         if state["round"] is None or views is None:
             return done
         found = RoundState.from_dict(state["round"])
-        held = set(found.places)
-        return done + _plain(views[place] for place in range(min(found.num_taken, len(views))) if place not in held)
+        held, taken = set(found.places), views[: found.num_taken]
+        if isinstance(taken, np.ndarray):
+            return done + np.delete(taken, [place for place in held if place < len(taken)]).tolist()
+        return done + _plain(sample_id for place, sample_id in enumerate(taken) if place not in held)
 
     def done_before(self, origin: State) -> list[Hashable]:
         """Trained or left out when the rest began; nothing the second time."""

@@ -60,6 +60,17 @@ def is_hugging_face(dataset: Any) -> bool:
     return isinstance(kind, type) and hasattr(kind, "set_epoch") and isinstance(dataset, kind)
 
 
+def shuffles_in_a_buffer(dataset: Any) -> bool:
+    """Whether it is a Hugging Face data set that keeps samples back to shuffle them: its state does not hold those. Known by a
+    chain of sources that is not public."""
+    source = getattr(dataset, "_ex_iterable", None) if is_hugging_face(dataset) else None
+    while source is not None:
+        if "BufferShuffled" in type(source).__name__:
+            return True
+        source = getattr(source, "ex_iterable", None)
+    return False
+
+
 def check_sharding(dataset: Any, sharding: Sharding, num_workers: int, world_size: int) -> None:
     """Raises ValueError if more than one process would read an iterable data set and nobody splits it among them."""
     readers = max(num_workers, 1) * world_size

@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 from multiprocessing.connection import Connection
 
 import torch
@@ -27,6 +28,8 @@ from odb_lightning.runtime.stand_in import StandIn
 
 MAX_READY_BATCHES = 8
 """Batches that wait for the training process at most."""
+_WORKER_SECONDS = 1.0
+"""For a worker to end the sample that it is at, where the process ends."""
 START_AGAIN = 75
 """The exit code of a process that was forked at a bad moment."""
 _TRAINER_GONE = Failure("its training process", "it is gone without a word; it may have been killed")
@@ -69,6 +72,11 @@ def _serve_epochs(process: _CollateProcess, requests: Connection) -> None:
             process.serve(request)
 
 
+def _kill_workers() -> None:
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
 def _collate_seeded(settings: LoaderSettings, samples: list[object]) -> object:
     seed_everything_local(derive_seed(settings.seed, "stand-in"))
     return settings.collate_fn(samples)
@@ -89,7 +97,13 @@ class _CollateProcess:
     def close(self) -> None:
         """Ends the workers, before multiprocessing's exit handler would terminate them and torch would call that a failure."""
         self._last_exchange.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler takes the end of a worker for a failure
+        limit = threading.Timer(_WORKER_SECONDS, _kill_workers)
+        limit.daemon = True
+        limit.start()
         self._fetcher = None
+        limit.cancel()
+        _kill_workers()
 
     def tell_what_was_heard(self) -> None:
         """Of a peer that failed after this rank had come to the end of its epoch."""

@@ -20,7 +20,14 @@ from odb_lightning.runtime.round_state import Readers, RoundState
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
 from odb_lightning.runtime.settings import EpochRequest, LoaderSettings
 from odb_lightning.runtime.slab import Slab, Slabs, make_slabs
-from odb_lightning.sharding import Shard, is_hugging_face, is_iterable, set_current_shard, split_among_ranks
+from odb_lightning.sharding import (
+    Shard,
+    is_hugging_face,
+    is_iterable,
+    set_current_shard,
+    shuffles_in_a_buffer,
+    split_among_ranks,
+)
 
 
 class Observed(NamedTuple):
@@ -189,7 +196,7 @@ class _ChunkStream(IterableDataset[_Chunk]):
         return (0, None) if state is None else (state["position"], state["data_set"])
 
     def _state_after(self, position: int) -> dict[str, Any] | None:
-        if not hasattr(self._dataset, "state_dict"):
+        if not hasattr(self._dataset, "state_dict") or shuffles_in_a_buffer(self._dataset):
             return None
         return {"position": position + 1, "data_set": self._dataset.state_dict()}
 

@@ -28,6 +28,7 @@ def _end() -> None:
     """Ends this process, its own children first: in order if its main thread can be interrupted, so that clean-up handlers run,
     and at once if that thread does not react (it may wait for peers)."""
     main, deadline = threading.main_thread(), time.monotonic() + _ORDERLY_END_SECONDS
+    _OrderlyExit.is_wanted = True
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         while main.is_alive() and time.monotonic() < deadline:
             # Until it was handled: a signal that comes just before a blocking call does not interrupt that call.
@@ -102,11 +103,13 @@ class _OrderlyExit:
 
     last_raised = 0.0
     is_put_off = False
+    is_wanted = False
+    """By this process itself. What others send it (SIGTERM to all of a job) is for its training process to act on."""
 
 
 def _exit_in_order(*_: object) -> None:
     now = time.monotonic()
-    if not _OrderlyExit.is_put_off and now - _OrderlyExit.last_raised >= _RAISE_AGAIN_SECONDS:
+    if _OrderlyExit.is_wanted and not _OrderlyExit.is_put_off and now - _OrderlyExit.last_raised >= _RAISE_AGAIN_SECONDS:
         _OrderlyExit.last_raised = now
         raise SystemExit(0)
 
@@ -122,10 +125,10 @@ def exit_put_off() -> Iterator[None]:
 
 
 def own_signals(*, in_order: bool = False) -> None:
-    """Leaves Ctrl-C to the training process, which ends this one; SIGTERM ends it without the handlers it inherited, `in_order`
-    by an exception in its main thread, so that clean-up runs."""
+    """Leaves Ctrl-C and SIGTERM to the training process, which ends this one: at once or, `in_order`, by an exception in its
+    main thread, so that clean-up runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _exit_in_order if in_order else signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _exit_in_order if in_order else signal.SIG_IGN)
 
 
 class GuardedWorkerInit:

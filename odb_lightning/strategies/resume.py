@@ -7,13 +7,13 @@ Edits the progress of Lightning's loops in a checkpoint (`loops.fit_loop`), and 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import warnings
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 
 from odb_lightning.batch import StepInfo
@@ -28,75 +28,140 @@ class ResumesExactly(Strategy):
     """A checkpoint holds, for every rank, the loader's state after the batch trained last and the random state; a run that goes
     on from it trains the batches that would have followed.
 
-    Gradients are not in a checkpoint: inside an accumulation window it goes on at the window's first micro-batch.
+    Gradients are not in a checkpoint: inside an accumulation window it goes on at the window's first micro-batch. Validation
+    leaves the random state as it was, so that it makes no difference whether one lies before a resume.
     """
 
     step_info: StepInfo | None
     _trainer: Any
-    _epoch_in_training: Callable[[], int]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._previous_info: StepInfo | None = None
-        self._window_random: dict[str, Any] | None = None
-        """The random state at the beginning of the accumulation window in training."""
+        self._forget_batches()
         self._resumed: dict[str, Any] | None = None
         """What the checkpoint of this run held."""
         self._has_resumed = False
         self._early_loader: ODBDataLoader | None = None
         """One that was asked for its first batch before the checkpoint was loaded."""
         self._random_to_resume: dict[str, Any] | None = None
+        self._random_before_validation: _RandomState | None = None
+        self._batch_random: _RandomState | None = None
+        """At the beginning of the batch in training."""
+
+    def _forget_batches(self) -> None:
+        self.step_info: StepInfo | None = None
+        self._info_epoch = -1
+        """The trainer's epoch that `step_info` is of."""
+        self._previous: tuple[StepInfo | None, int] = (None, -1)
+        """The same of the batch before."""
+        self._window_random: _RandomState | None = None
+        """At the beginning of the accumulation window in training."""
+
+    def setup(self, trainer: Any) -> None:
+        self._forget_batches()  # of another fit
+        super().setup(trainer)
+
+    def teardown(self) -> None:
+        self._resumed = self._early_loader = self._random_to_resume = self._random_before_validation = None
+        self._has_resumed = False
+        super().teardown()
 
     # --- saving ---
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Every rank has to take part."""
-        if "loops" in checkpoint:  # else it is of weights only
+        """Every rank has to take part. After a failure, when the others may be anywhere, nothing is saved on several ranks."""
+        if self._is_interrupted and self._trainer.world_size > 1:
+            warnings.warn(
+                "no checkpoint is made after a failure: the other ranks can't take part in it. The one before is to be used",
+                stacklevel=2,
+            )
+            return
+        if "optimizer_states" in checkpoint:  # else it is of weights only
             state = self._state_of_run(checkpoint["loops"]["fit_loop"])
             if state is not None:
                 checkpoint[CHECKPOINT_KEY] = state
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Not after a failure, when the others may be anywhere."""
+        if not self._is_interrupted:
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+
+    @property
+    def _is_interrupted(self) -> bool:
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        return trainer is not None and bool(trainer.state.status == TrainerStatus.INTERRUPTED)
+
     def _state_of_run(self, loop: dict[str, Any]) -> dict[str, Any] | None:
-        info, progress = self.step_info, loop["epoch_loop.batch_progress"]
+        info, epoch, progress, epochs = (
+            self.step_info,
+            self._info_epoch,
+            loop["epoch_loop.batch_progress"],
+            loop["epoch_progress"],
+        )
         num_trained = progress["current"]["processed"]
-        if info is not None and num_trained <= info.step:  # the batch at hand is still to be trained
+        is_at_hand = info is not None and epoch == epochs["current"]["processed"] and num_trained <= info.step
+        if is_at_hand:  # the batch is still to be trained
             _set_back(progress, num_trained)
-            info = self._previous_info
+            info, epoch = self._previous
         if info is None or info.position is None:
             return self._resumed
         try:
             state = info.state_dict()
         except NotImplementedError:
             rank_zero_warn(
-                "an iterable data set has no state: a run that goes on from a checkpoint inside an epoch begins that epoch "
-                "again"
+                "an iterable data set in non_join has no state: a run that goes on from a checkpoint inside an epoch begins "
+                "that epoch again"
             )
             return None
         is_whole = state["step"] > info.step
-        own = {"loader": state, "random": _random_state() if is_whole else self._window_random}
+        is_stopped = (
+            not progress["is_last_batch"] and epochs["current"]["processed"] == epochs["current"]["started"] == epoch + 1
+        )
+        random_state = self._random_before_validation or _RandomState()
+        if is_at_hand or not is_whole:
+            random_state = self._window_random or random_state
         if not is_whole:
             _set_back(progress, state["step"])
         elif progress["is_last_batch"]:
             _end_epoch(loop)
-        return {"version": _VERSION, "ranks": gather_objects(own)}
+        if is_stopped:
+            _go_on_with_epoch(epochs)
+        return {"version": _VERSION, "epoch": epoch, "ranks": gather_objects({"loader": state, "random": random_state.plain()})}
 
-    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Before any hook on a batch: the random state of a run that goes on is put back."""
-        info = self.step_info
-        if self._trainer.training and info is not None:
-            if self._random_to_resume is not None:
-                _set_random_state(self._random_to_resume)
-                self._random_to_resume = None
-            if info.accumulate > 1 and info.step % info.accumulate == 0:
-                self._window_random = _random_state()
-        return super().batch_to_device(batch, *args, **kwargs)
+    # --- on the way ---
+
+    def _begin_batch(self) -> None:
+        """Before anything is done with a training batch."""
+        if self._random_to_resume is not None:
+            _RandomState.put_back(self._random_to_resume)
+        self._batch_random = _RandomState()
+
+    def _take_info(self, info: StepInfo | None) -> None:
+        """That of the batch in training from here on."""
+        self._previous = self.step_info, self._info_epoch
+        self.step_info, self._info_epoch = info, int(self._trainer.fit_loop.epoch_progress.current.processed)
+        self._random_to_resume = None
+        if info is not None and info.step % info.accumulate == 0:
+            self._window_random = self._batch_random
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._random_before_validation = _RandomState()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._random_before_validation is not None:
+            _RandomState.put_back(self._random_before_validation.plain())
+            self._random_before_validation = None
 
     # --- going on ---
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
         if self._trainer.state.fn == TrainerFn.FITTING:
+            self._forget_batches()
             self._resumed, self._has_resumed = checkpoint.get(CHECKPOINT_KEY), False
         return checkpoint
 
@@ -106,46 +171,49 @@ class ResumesExactly(Strategy):
             self._early_loader = loader
         elif not self._has_resumed:
             ranks = self._resumed["ranks"]
-            states = [state["loader"] for state in ranks]
-            if states[0]["epoch"] == self._epoch_in_training():  # else it was at that epoch's end
-                loader.load_state_dict(states)
+            if self._resumed["epoch"] == self._trainer.fit_loop.epoch_progress.current.processed:  # else it was at its end
+                loader.load_state_dict([state["loader"] for state in ranks])
             self._has_resumed, self._early_loader = True, None
             if len(ranks) == self._trainer.world_size:
                 self._random_to_resume = ranks[self._trainer.global_rank]["random"]
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._forget_batches()  # of a search for a learning rate, say
         if self._resumed is not None and self._early_loader is not None:
             self._resume(self._early_loader)
             iter(self._trainer.fit_loop._data_fetcher)
 
-    def teardown(self) -> None:
-        self._resumed = self._early_loader = self._random_to_resume = None
-        super().teardown()
 
+class _RandomState:
+    """Of Python's, numpy's and torch's generators."""
 
-def _random_state() -> dict[str, Any]:
-    """Of Python's, numpy's and torch's generators, in plain containers and tensors."""
-    version, numbers, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    def __init__(self) -> None:
+        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
+        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self._cuda = torch.cuda.get_rng_state() if has_cuda else None
 
+    def plain(self) -> dict[str, Any]:
+        """In plain containers and tensors."""
+        version, numbers, gauss = self._python
+        name, keys, *rest = self._numpy
+        state: dict[str, Any] = {
+            "python": [version, list(numbers), gauss],
+            "numpy": [name, np.asarray(keys).tolist(), *rest],
+            "torch": self._torch,
+        }
+        return state if self._cuda is None else state | {"cuda": self._cuda}
 
-def _set_random_state(state: dict[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state["torch"].cpu())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+    @staticmethod
+    def put_back(state: dict[str, Any]) -> None:
+        """As `plain` gave it."""
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(state["torch"].cpu())
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
 def _set_all(tracker: dict[str, int], number: int) -> None:
@@ -173,3 +241,10 @@ def _end_epoch(loop: dict[str, Any]) -> None:
         _set_all(progress["total"], progress["total"]["processed"])
         _set_all(progress["current"], 0)
         progress["is_last_batch"] = False
+
+
+def _go_on_with_epoch(epochs: dict[str, Any]) -> None:
+    """A run that is stopped inside an epoch counts it as done; gone on with, it has the rest of it."""
+    for span in ("current", "total"):
+        epochs[span]["processed"] -= 1
+        epochs[span]["completed"] = min(epochs[span]["completed"], epochs[span]["processed"])

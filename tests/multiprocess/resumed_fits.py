@@ -181,6 +181,15 @@ def requeued(place: str, rank: int, batch: int) -> dict[str, Any]:
     return {"whole": whole, "told": told, "resumed": resumed}
 
 
+def stopped_early(strategy: str, place: str, first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """The uninterrupted run, one that comes to its own end inside an epoch, and one that goes on from there."""
+    size, folder = int(os.environ["WORLD_SIZE"]), Path(place)
+    whole = fit(strategy, size, folder, [], **then)
+    ended = fit(strategy, size, folder, [1000], **(then | first))
+    name = max(path.name for path in folder.iterdir())
+    return {"whole": whole, "ended": ended, "resumed": fit(strategy, size, folder, [], checkpoint=name, **then)}
+
+
 def stopped(strategy: str, place: str, cases: list[dict[str, Any]], batches: list[int]) -> list[dict[str, Any]]:
     """Per case: the uninterrupted run, and those that went on from each of its checkpoints, by the checkpoint's name."""
     results, size = [], int(os.environ["WORLD_SIZE"])  # Lightning removes it at the end of a fit

@@ -82,6 +82,25 @@ def test_a_fit_on_two_ranks_goes_on_in_the_middle_of_a_window(strategy: str, tmp
         check(result, lambda _: 3)
 
 
+@pytest.mark.parametrize("first", [{"max_steps": 4}, {"max_steps": 12}], ids=str)
+def test_a_fit_that_came_to_its_end_inside_an_epoch_goes_on_with_the_rest_of_it(first: dict[str, Any], tmp_path: Path) -> None:
+    """In the first epoch, and in the second."""
+    (rank,) = run_ranks(
+        "tests.multiprocess.resumed_fits:stopped_early",
+        1,
+        tmp_path,
+        seconds=100,
+        strategy="odb",
+        place=str(tmp_path / "checkpoints"),
+        first=first,
+        then={"accumulate": 3, "max_epochs": 2},
+    )
+    whole, ended, resumed = (rank.value[name] for name in ("whole", "ended", "resumed"))
+    assert ended["updates"] == first["max_steps"]
+    assert ended["seen"] + resumed["seen"] == whole["seen"]
+    assert (resumed["final"], resumed["updates"]) == (whole["final"], whole["updates"])
+
+
 @pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp", 1), ("zero2", 1)])
 def test_sigterm_to_any_rank_makes_a_checkpoint_before_the_next_update(strategy: str, rank: int, tmp_path: Path) -> None:
     """It comes in the second batch of a window of three: that update is finished, and the run goes on with the next."""

@@ -163,6 +163,7 @@ def test_sigterm_to_the_main_process_ends_the_run_as_interrupted(tmp_path: Path)
     summary = summary_of(the_run(tmp_path))
     assert summary["status"] == "interrupted"
     assert summary["steps"] > 0
+    assert (the_run(tmp_path) / "checkpoints" / "preempted.ckpt").is_dir(), "as ZeRO's are"
 
 
 def test_a_refused_value_is_named_before_anything_starts(tmp_path: Path) -> None:

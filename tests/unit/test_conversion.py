@@ -303,6 +303,7 @@ class TestODBDataModule:
             collate_fn=collate,
             num_workers=0,
             quota=9,
+            num_supervised_fn=len,
             mode="non_join",
         )
         used, model = trainer(tmp_path, strategy="odb"), Predicts()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -241,17 +241,29 @@ class Fields:
     name: str
 
 
+@dataclass(frozen=True)
+class Frozen:
+    values: Tensor
+    nested: dict[str, Any]
+    length: int = field(init=False, default=2)
+
+
 def test_a_stand_in_for_a_batch_norm_has_two_rows_wherever_its_tensors_are() -> None:
     stand_in = {
         "ids": torch.tensor([[1, 2]]),
         "nested": [torch.ones(1, 2, 3), (torch.ones(1), "text")],
         "fields": Fields(torch.ones(1, 2), "a"),
+        "frozen": [Frozen(torch.ones(1, 2), {"more": torch.ones(1)})],
         "scalar": torch.tensor(3.0),
         "of another length": torch.ones(5),
     }
     idle = ODBBatch(IDLE_DATA, info(is_idle=True), stand_in)
     real = ODBBatch({"ids": torch.ones(1, 2)}, info())
-    modules = {"BatchNorm": nn.Sequential(nn.BatchNorm2d(3)), "none": nn.Sequential(nn.GroupNorm(1, 3), nn.InstanceNorm1d(3))}
+    modules = {
+        "BatchNorm": nn.Sequential(nn.BatchNorm2d(3)),
+        "lazy": nn.LazyBatchNorm1d(),
+        "none": nn.Sequential(nn.GroupNorm(1, 3), nn.InstanceNorm1d(3)),
+    }
     assert list(enough_for_batch_norm(iter([idle]), modules["none"])) == [idle]
     doubled, same = enough_for_batch_norm(iter([idle, real]), modules["BatchNorm"])
     assert same is real
@@ -260,5 +272,9 @@ def test_a_stand_in_for_a_batch_norm_has_two_rows_wherever_its_tensors_are() -> 
     assert doubled.stand_in["nested"][0].shape == (2, 2, 3)
     assert doubled.stand_in["nested"][1][0].shape == (2,)
     assert doubled.stand_in["fields"].values.shape == (2, 2)
+    (frozen,) = doubled.stand_in["frozen"]
+    assert (frozen.values.shape, frozen.nested["more"].shape, frozen.length) == ((2, 2), (2,), 2)
     assert doubled.stand_in["scalar"].shape == ()
     assert doubled.stand_in["of another length"].shape == (5,)
+    (lazy,) = enough_for_batch_norm(iter([idle]), modules["lazy"])
+    assert lazy.stand_in["ids"].shape == (2, 2)

@@ -102,7 +102,9 @@ class TestErrorsInTheUsersCode:
     def test_lengths_may_be_any_kind_of_whole_number(self) -> None:
         kinds = [int, torch.tensor, lambda n: torch.tensor(n).numpy()[()], lambda n: torch.tensor(n, dtype=torch.uint8)]
         with make_loader(
-            Lengths([1, 2, 3, 4]), length_fn=lambda s: kinds[len(s["input_ids"]) - 1](len(s["input_ids"]))
+            Lengths([1, 2, 3, 4]),
+            length_fn=lambda s: kinds[len(s["input_ids"]) - 1](len(s["input_ids"])),
+            num_supervised_fn=len,
         ) as loader:
             assert sum(batch.step.num_tokens_real for batch in loader) == 10
             assert type(loader.stats.length_sum) is int

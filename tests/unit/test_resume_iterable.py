@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import datasets
 import pytest
 import torch
 
@@ -104,7 +105,7 @@ def test_one_without_a_state_is_refused_with_advice() -> None:
         _, states = states_of(loader)
         loader.load_state_dict(states[-1])  # the epoch's end
         with pytest.raises(
-            ValueError, match=r"has no state of its own.*state_dict\(\) and load_state_dict\(\).*skip_ahead=True"
+            ValueError, match=r"has no state of its own, or.*state_dict\(\) and load_state_dict\(\).*skip_ahead=True"
         ):
             loader.load_state_dict(states[4])
 
@@ -143,3 +144,44 @@ def test_in_non_join_it_has_no_state() -> None:
         next(iter(loader))
         with pytest.raises(NotImplementedError, match="non_join has no state"):
             loader.state_dict()
+
+
+def hugging_face(shuffles: bool) -> Any:
+    def samples() -> Iterator[Any]:
+        for index in range(120):
+            yield {"input_ids": [index] * (1 + 37 * index % 50)}
+
+    dataset = datasets.IterableDataset.from_generator(samples)
+    return dataset.shuffle(seed=3, buffer_size=20) if shuffles else dataset
+
+
+def ids_of(batch: Any) -> list[int]:
+    return [sample["input_ids"][0] for sample in batch.data]
+
+
+def loader_of_hugging_face(shuffles: bool, **options: Any) -> ODBDataLoader:
+    return ODBDataLoader(
+        hugging_face(shuffles), l_max=100, buffer_size=16, collate_fn=list, num_supervised_fn=len, num_workers=0, **options
+    )
+
+
+def test_a_hugging_face_data_set_goes_on_and_one_that_shuffles_in_a_buffer_is_refused() -> None:
+    """The samples in that buffer are in no state: those would be lost, and others read twice."""
+    for shuffles in (False, True):
+        with loader_of_hugging_face(shuffles) as loader:
+            whole, states = [], []
+            for batch in loader:
+                whole.append(ids_of(batch))
+                states.append(json.loads(json.dumps(loader.state_dict())))
+        assert sorted(index for ids in whole for index in ids) == list(range(120))
+        if not shuffles:
+            with loader_of_hugging_face(shuffles) as loader:
+                loader.load_state_dict(states[9])
+                assert [ids_of(batch) for batch in loader] == whole[10:]
+            continue
+        with loader_of_hugging_face(shuffles) as loader, pytest.raises(ValueError, match="shuffles in a buffer"):
+            loader.load_state_dict(states[9])
+        with loader_of_hugging_face(shuffles, skip_ahead=True) as loader:
+            with pytest.warns(UserWarning, match="read again from its beginning"):
+                loader.load_state_dict(states[9])
+            assert [ids_of(batch) for batch in loader] == whole[10:]

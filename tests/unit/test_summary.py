@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,8 +116,8 @@ def test_percentiles_are_values_that_occurred(percent: float, expected: float) -
 
 def merged(audits: list[IdentityAudit], expected: int | None = None) -> IdentityAudit:
     """The first audit after its epoch closed over all of them."""
-    arrays = [[audit._emitted.copy() for audit in audits], [audit._dropped.copy() for audit in audits]]
-    others: list[Any] = [(Counter(audit._others), set(audit._others_dropped)) for audit in audits]
+    arrays = [[getattr(audit, name).copy() for audit in audits] for name in ("_emitted", "_dropped", "_done")]
+    others: list[Any] = [(Counter(audit._others), set(audit._others_dropped), set(audit._others_done)) for audit in audits]
     sums = iter(np.sum(group, axis=0) for group in arrays)
     audits[0].close_epoch(lambda _: next(sums), lambda _: others, expected)
     return audits[0]
@@ -144,6 +145,19 @@ def test_the_audit_takes_identities_that_are_no_numbers() -> None:
     audit.emitted(["a", "b", "b", True])
     audit.dropped(["c"])
     assert (merged([audit], expected=6).missing, audit.repeated) == (2, 1)
+
+
+def test_the_audit_counts_what_was_done_before_an_epoch_was_resumed_once_whichever_ranks_name_it() -> None:
+    for first, second in ((IdentityAudit(6), IdentityAudit(6)), (IdentityAudit(None), IdentityAudit(None))):
+        for audit in (first, second):
+            audit.done_before([0, 1])
+        first.emitted([1, 2])
+        second.emitted([3])
+        audit = merged([first, second], expected=4)
+        assert (audit.missing, audit.repeated) == (2, 1)  # 4 and 5; 1, which was done
+        audit.emitted([0])
+        merged([audit], expected=1)
+        assert (audit.missing - 2, audit.repeated) == (0 if audit.size is None else 5, 1), "the next epoch is whole"
 
 
 def step(lengths: list[int], supervised: int, step: int = 0, sample_ids: tuple[int, ...] = ()) -> StepInfo:
@@ -216,6 +230,25 @@ def test_the_callback_counts_the_steps_of_its_strategy() -> None:
     assert figures["lockstep_efficiency"] == 1.0
     assert figures["train_seconds"] > 0
     assert set(METRICS) <= set(figures)
+
+
+def test_the_loss_of_an_epoch_goes_on_from_a_checkpoint_without_the_window_that_is_begun_again() -> None:
+    steps = [replace(step([5], 2, number, (number,)), accumulate=2) for number in range(4)]
+    losses = [1.0, 2.0, 3.0, 4.0]
+    trainer, module, before, after = FakeTrainer(), torch.nn.Linear(1, 1), RunSummary(), RunSummary()
+    before.on_fit_start(trainer, module)
+    before.on_train_start(trainer, module)
+    before.on_train_epoch_start(trainer, module)
+    run_steps(trainer, before, steps[:3], losses[:3])
+    state = before.state_dict()
+    assert state == {"loss_sum": 6.0, "loss_weight": 4.0}
+    after.load_state_dict(state)
+    after.on_fit_start(trainer, module)
+    after.on_train_start(trainer, module)
+    run_steps(trainer, after, steps[2:], losses[2:])
+    after.on_train_epoch_end(trainer, module)
+    after.on_train_end(trainer, module)
+    assert after.figures["train_loss"] == pytest.approx(2.5) and after.figures["samples_emitted"] == 2
 
 
 def test_a_strategy_without_step_information_is_refused_with_its_name() -> None:
