@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from odb_lightning.callbacks.figures import METRICS
+from odb_lightning.checkpoints import newest_whole
 from odb_lightning.plan import ALIGNMENTS
 
 _MISSING = object()
@@ -174,13 +175,14 @@ def _check_files(cfg: DictConfig) -> None:
     if ckpt_path == "last":
         newest_checkpoint(cfg)
     elif ckpt_path not in (None, _MISSING) and not Path(str(ckpt_path)).exists():
-        raise ConfigError(f"ckpt_path={ckpt_path} cannot be used: no such checkpoint (last takes the newest)")
+        raise ConfigError(f"ckpt_path={ckpt_path} cannot be used: no such checkpoint (last takes the newest whole one)")
 
 
-def newest_checkpoint(cfg: DictConfig) -> Path:
-    """The checkpoint last written by any run of this task, for `ckpt_path=last`."""
+def newest_checkpoint(cfg: DictConfig) -> tuple[Path, list[str]]:
+    """The newest whole checkpoint of any run of this task, for `ckpt_path=last`; and what was passed over for it, and why."""
     runs = Path(cfg.paths.log_dir) / cfg.task_name
-    found = [*runs.glob("runs/*/checkpoints/*.ckpt"), *runs.glob("multiruns/*/*/checkpoints/*.ckpt")]
-    if not found:
-        raise ConfigError(f"ckpt_path=last cannot be used: no run below {runs} has a checkpoint")
-    return max(found, key=lambda path: path.stat().st_mtime)
+    path, passed = newest_whole(runs)
+    if path is None:
+        why = f": {'; '.join(passed)}" if passed else ""
+        raise ConfigError(f"ckpt_path=last cannot be used: no run below {runs} has a whole checkpoint{why}")
+    return path, passed

@@ -23,12 +23,16 @@ from odb_lightning import config, launcher
 from odb_lightning.callbacks import AuditLog, RunSummary
 from odb_lightning.config_checks import newest_checkpoint, validate_config
 from odb_lightning.run_report import RankWatch, RunReport, wait_for_ranks
+from odb_lightning.run_stamp import global_rank
 from odb_lightning.runtime.guard import end_with_launcher
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
 
+_log = logging.getLogger(__name__)
 _CPU_RANKS = 2
+_CHOSEN = "ODB_LAST_CHECKPOINT"
+"""The variable in which ranks that rank 0 starts find what `ckpt_path=last` is, as another run may write one meanwhile."""
 
 
 def train(cfg: DictConfig) -> dict[str, Any]:
@@ -166,7 +170,7 @@ def _callbacks(cfg: DictConfig) -> list[Callback]:
     if cfg.audit:
         found.append(AuditLog(Path(cfg.paths.output_dir).absolute() / "audit"))
     if cfg.checkpoint.at_end:
-        # Nothing but last.ckpt, which each epoch writes anew.
+        # Nothing but last.ckpt, which each epoch replaces.
         found.append(
             ModelCheckpoint(dirpath=folder, save_top_k=0, save_last=True, every_n_epochs=1, save_on_train_epoch_end=True)
         )
@@ -188,7 +192,16 @@ def _loggers(cfg: DictConfig) -> list[Logger]:
 
 
 def _checkpoint(cfg: DictConfig) -> str | None:
-    path = newest_checkpoint(cfg) if cfg.ckpt_path == "last" else cfg.ckpt_path
+    path = cfg.ckpt_path
+    if path == "last" and global_rank() > 0 and _CHOSEN in os.environ:
+        path = os.environ[_CHOSEN]
+    elif path == "last":
+        path, passed = newest_checkpoint(cfg)
+        if global_rank() == 0:
+            os.environ[_CHOSEN] = str(path.absolute())
+            for text in passed:
+                _log.warning("ckpt_path=last passes over %s", text)
+            _log.info("ckpt_path=last goes on from %s", path)
     return None if path is None else str(Path(path).absolute())
 
 

@@ -13,7 +13,8 @@ class AuditLog(Callback):
     """Appends a line `{"epoch", "step", "update", "sample_ids"}` per trained step to `<folder>/rank<r>.jsonl`, flushed.
 
     `update` counts the optimizer's steps before this one. Identities are written as they are if JSON has them, else as
-    their `str`. After a resume, the last line of an (epoch, step) is the one that counts.
+    their `str`. After a resume, the last line of an (epoch, step) is the one that counts; with another number of ranks, what
+    an earlier run has logged from the first (epoch, step) of the next on does not.
     """
 
     def __init__(self, folder: str | Path) -> None:

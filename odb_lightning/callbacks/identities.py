@@ -31,8 +31,10 @@ class IdentityAudit:
     def _start_epoch(self) -> None:
         self._emitted = np.zeros(self.size or 0, dtype=np.int64)
         self._dropped = np.zeros(self.size or 0, dtype=np.int64)
+        self._done = np.zeros(self.size or 0, dtype=np.int64)
         self._others: Counter[Hashable] = Counter()
         self._others_dropped: set[Hashable] = set()
+        self._others_done: set[Hashable] = set()
 
     def emitted(self, sample_ids: Iterable[Hashable]) -> None:
         """Note the samples of a trained batch."""
@@ -52,19 +54,32 @@ class IdentityAudit:
             else:
                 self._dropped[index] += 1
 
+    def done_before(self, sample_ids: Iterable[Hashable]) -> None:
+        """Note samples that a run before this one was done with in the epoch, trained or left out; ranks may name the same."""
+        for sample_id in sample_ids:
+            index = self._index(sample_id)
+            if index is None:
+                self._others_done.add(sample_id)
+            else:
+                self._done[index] = 1
+
     def close_epoch(self, sum_array: SumArray, gather: GatherObjects, expected: int | None = None) -> None:
-        """Reduce over the ranks and start anew. Each rank must call it; `expected`: the epoch's views, all ranks."""
-        emitted, dropped = sum_array(self._emitted), sum_array(self._dropped)
+        """Reduce over the ranks and start anew. Each rank must call it; `expected`: the views that were left of the epoch when
+        this run began it, all ranks."""
+        emitted, dropped, done = sum_array(self._emitted), sum_array(self._dropped), sum_array(self._done) > 0
         others: Counter[Hashable] = Counter()
         others_dropped: set[Hashable] = set()
-        for counts, ids in gather((self._others, self._others_dropped)):
+        others_done: set[Hashable] = set()
+        for counts, dropped_ids, done_ids in gather((self._others, self._others_dropped, self._others_done)):
             others.update(counts)
-            others_dropped |= ids
+            others_dropped |= dropped_ids
+            others_done |= done_ids
+        others.update(others_done)
         if self.size is not None:
-            self.missing += int(((emitted == 0) & (dropped == 0)).sum())
+            self.missing += int(((emitted == 0) & (dropped == 0) & ~done).sum())
         elif expected is not None:
-            self.missing += max(expected - len(others.keys() | others_dropped), 0)
-        self.repeated += int(np.maximum(emitted - 1, 0).sum()) + sum(count - 1 for count in others.values())
+            self.missing += max(expected + len(others_done) - len(others.keys() | others_dropped), 0)
+        self.repeated += int(np.maximum(emitted + done - 1, 0).sum()) + sum(count - 1 for count in others.values())
         self.epochs += 1
         self._start_epoch()
 

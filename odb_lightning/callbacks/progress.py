@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from odb_lightning.batch import StepInfo
+
 
 class Progress(Callback):
     """Rank 0 writes one line to stderr every `seconds` (on a terminal it is rewritten in place, every `terminal_seconds`)."""
@@ -18,14 +20,19 @@ class Progress(Callback):
         self.seconds = terminal_seconds if self.on_terminal else seconds
         self._samples = self._tokens_real = self._tokens_padded = 0
         self._epoch_size: int | None = None
+        self._is_inside_epoch = False
+        """A run that goes on from there has yet to train its first batch."""
         self._tokens_before = 0
         self._last = time.monotonic()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._epoch_size = dataset_size(trainer)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_inside_epoch = True
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._samples = 0
+        self._samples, self._is_inside_epoch = 0, False
         self._last = time.monotonic()
 
     def on_train_batch_end(
@@ -34,6 +41,8 @@ class Progress(Callback):
         info = getattr(trainer.strategy, "step_info", None)
         if info is None:
             return
+        if self._is_inside_epoch:
+            self._samples, self._is_inside_epoch = _samples_before(info), False
         self._samples += info.global_num_samples
         self._tokens_real += info.num_tokens_real
         self._tokens_padded += info.num_tokens_padded
@@ -78,6 +87,17 @@ class Progress(Callback):
         if self.on_terminal:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def _samples_before(info: StepInfo) -> int:
+    """How many of the epoch were trained before this step, the first of its accumulation window."""
+    if info.position is None:
+        return 0
+    try:
+        state = info.state_dict()
+    except NotImplementedError:
+        return 0
+    return int(state["num_samples"]) - (info.global_num_samples if state["step"] > info.step else 0)
 
 
 def dataset_size(trainer: Trainer) -> int | None:

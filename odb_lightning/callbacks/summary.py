@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.tensor import DTensor
 
+from odb_lightning.batch import StepInfo
 from odb_lightning.callbacks.figures import RankRecord, run_figures
 from odb_lightning.callbacks.identities import IdentityAudit
 from odb_lightning.callbacks.progress import dataset_size, step_loss
 from odb_lightning.callbacks.ranks import gather_objects, reduce_array
+from odb_lightning.callbacks.updates import UpdateCounter
 
 
 class RunSummary(Callback):
@@ -33,10 +36,13 @@ class RunSummary(Callback):
         self._padded = array("q")
         self._seconds = array("d")
         self._audit: IdentityAudit | None = None
-        self._dropped_ids_seen = self._expected_before = 0
-        self._updates_before = 0
+        self._dropped_ids_seen = self._resumed_ids_seen = self._expected_before = 0
+        self._updates = UpdateCounter()
         self._facts: dict[str, Any] = {}
         self._loss_sum: torch.Tensor | float = 0.0
+        self._loss_of_windows: tuple[torch.Tensor | float, float] = (0.0, 0.0)
+        """Loss and weight of the accumulation windows of the epoch that have ended, which is what a checkpoint holds."""
+        self._resumed_loss: tuple[float, float] | None = None
         self._clock_since: float | None = None
         self._batch_since = 0.0
 
@@ -69,7 +75,9 @@ class RunSummary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = getattr(trainer.strategy, "deepspeed_engine", None)
         parameters = [p for p in pl_module.parameters() if p.requires_grad]
-        self._updates_before = trainer.global_step
+        self._updates.start(trainer)
+        if self._resumed_loss is not None and trainer.is_global_zero:
+            self._loss_sum, self.record.loss_weight = self._loss_of_windows = self._resumed_loss
         self._facts = {
             "world_size": trainer.world_size,
             "zero_stage": engine.zero_optimization_stage() if engine is not None else None,
@@ -77,7 +85,7 @@ class RunSummary(Callback):
         }
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._loss_sum, self.record.loss_weight = 0.0, 0.0
+        self._loss_sum, self.record.loss_weight = self._loss_of_windows = (0.0, 0.0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batch_since = time.perf_counter()
@@ -95,7 +103,13 @@ class RunSummary(Callback):
         self._padded.append(info.num_tokens_padded)
         if info.is_idle:
             record.idle_steps += 1
-            return
+        else:
+            self._count(trainer, outputs, info)
+        if (info.step + 1) % info.accumulate == 0:
+            self._loss_of_windows = (self._loss_sum, record.loss_weight)
+
+    def _count(self, trainer: Trainer, outputs: Any, info: StepInfo) -> None:
+        record = self.record
         record.samples += info.num_samples
         record.tokens_real += info.num_tokens_real
         record.tokens_padded += info.num_tokens_padded
@@ -115,10 +129,23 @@ class RunSummary(Callback):
         dropped = list(getattr(stats, "dropped_ids", ()))
         self._audit.dropped(dropped[self._dropped_ids_seen :])
         self._dropped_ids_seen = len(dropped)
+        resumed = list(getattr(stats, "resumed_ids", ()))
+        self._audit.done_before(resumed[self._resumed_ids_seen :])
+        self._resumed_ids_seen = len(resumed)
         expected = getattr(stats, "views_expected", 0)
         all_expected = sum(gather_objects(expected - self._expected_before))
         self._expected_before = expected
         self._audit.close_epoch(lambda counts: reduce_array(trainer, counts), gather_objects, all_expected)
+
+    # -- a checkpoint inside an epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss of the epoch so far. Each rank must call it."""
+        parts = gather_objects([float(part) for part in self._loss_of_windows])
+        return {name: sum(part) for name, part in zip(("loss_sum", "loss_weight"), zip(*parts, strict=True), strict=True)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed_loss = (state_dict["loss_sum"], state_dict["loss_weight"])
 
     # -- the end
 
@@ -127,6 +154,7 @@ class RunSummary(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop_clock()
+        self._updates.stop()
         self._finish_record(trainer)
         records = gather_objects(self.record)
         padded = reduce_array(trainer, np.frombuffer(self._padded, dtype=np.int64).copy(), "max")
@@ -151,6 +179,7 @@ class RunSummary(Callback):
         record.wait_seconds = stats.wait_seconds
         record.rounds, record.exchange_seconds = stats.rounds, stats.exchange_seconds
         record.outstanding_depth, record.over_budget = stats.outstanding_depth, stats.over_budget
+        record.batches_without_targets = stats.batches_without_targets
         record.dropped = dict(stats.dropped)
         record.length_sum, record.length_sum_squares = stats.length_sum, stats.length_sum_squares
         record.length_short, record.lengths = stats.length_short, stats.length_count
@@ -164,7 +193,7 @@ class RunSummary(Callback):
             **self._facts,
             "l_max": self.l_max,
             "epochs": audit.epochs if audit is not None else 0,
-            "updates": trainer.global_step - self._updates_before,
+            "updates": self._updates.count,
             **figures,
             "identities_missing": audit.missing if audited and audit is not None else None,
             "identities_repeated": audit.repeated if audited and audit is not None else None,
@@ -196,5 +225,6 @@ def _optimizer_state_elements(trainer: Trainer) -> int:
     for optimizer in trainer.strategy.optimizers:
         inner = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed wraps the user's
         for state in inner.state.values():
-            count += sum(value.numel() for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+            held = (value.to_local() if isinstance(value, DTensor) else value for value in state.values())
+            count += sum(value.numel() for value in held if isinstance(value, torch.Tensor) and value.dim())
     return count

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from odb_lightning.checkpoints import ranks_of_zero
 from odb_lightning.strategies.steps import ODBStrategyMixin
 
 
@@ -31,6 +34,7 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
         # batch size, which an ODB loader does not have.
         kwargs.setdefault("logging_batch_size_per_gpu", 1)
         super().__init__(*args, **kwargs)
+        self._has_gradient = False
 
     def setup_environment(self) -> None:
         if not isinstance(self.accelerator, CPUAccelerator):
@@ -47,12 +51,35 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Raises ValueError for one of another number of ranks, which DeepSpeed can't deal anew."""
+        saved = len(ranks_of_zero(Path(checkpoint_path)))
+        trains = self._trainer.state.fn == TrainerFn.FITTING and not self.deepspeed_engine.load_universal_checkpoint()
+        if trains and saved not in (0, self.world_size):
+            raise ValueError(
+                f"{checkpoint_path} was saved by {saved} ranks and this run has {self.world_size}: DeepSpeed can't deal the "
+                f"optimizer's state to other ranks. Go on with {saved} ranks; or take the weights alone (lightning.pytorch."
+                "utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict makes a file of them, for "
+                "load_from_checkpoint); or make a universal checkpoint (python -m deepspeed.checkpoint.ds_to_universal "
+                f"--inject_missing_state --input_folder {checkpoint_path}/checkpoint --output_folder "
+                f'{checkpoint_path}/universal) and say strategy.config["checkpoint"] = {{"load_universal": True}}'
+            )
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
     def block_backward_sync(self) -> Any:
         return nullcontext()  # the engine's no_sync refuses ZeRO-2 and 3; the boundary says the same
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.deepspeed_engine.set_gradient_accumulation_boundary(self.ends_window)
+        self._has_gradient = False
         return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Raises RuntimeError for the second of a step, which would take the place of the first."""
+        if self._has_gradient:
+            raise RuntimeError(
+                "DeepSpeed takes one backward in a training_step: of several, the last alone counts. Add the losses, and call "
+                "manual_backward once"
+            )
+        self._has_gradient = True
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)

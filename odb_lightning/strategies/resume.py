@@ -235,6 +235,8 @@ def _end_epoch(loop: dict[str, Any]) -> None:
     epochs, progress = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
     is_in_last_batch = progress["current"]["completed"] < progress["current"]["processed"]
     is_at_end = epochs["current"]["processed"] == epochs["current"]["started"]
+    if is_in_last_batch:
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # which Lightning would do when it begins again there
     if is_in_last_batch or is_at_end:
         for span in ("current", "total"):
             _set_all(epochs[span], epochs[span]["started"])

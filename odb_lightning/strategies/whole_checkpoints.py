@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy
 
 WRITING, REPLACED = ".part", ".old"
 """What is behind the name of a checkpoint that is being written, and of one that another is about to replace."""
-_OF_A_FOLDER = re.compile(r"latest|checkpoint|zero_to_fp32\.py|\.metadata|meta\.pt|__\d+_\d+\.distcp")
+_OF_A_FOLDER = re.compile(r"latest|checkpoint|zero_to_\w+\.py|\.metadata|meta\.pt|__\d+_\d+\.distcp")
 
 
 class WritesWholeCheckpoints(Strategy):
@@ -45,7 +45,7 @@ class WritesWholeCheckpoints(Strategy):
 def put_in_place(part: Path, path: Path) -> None:
     """`part` becomes `path`, which may be there."""
     old = path.with_name(path.name + REPLACED)
-    if part.is_dir() and path.exists() or path.is_dir():
+    if (part.is_dir() and path.exists()) or path.is_dir():
         _remove(old)
         os.replace(path, old)
     os.replace(part, path)
