@@ -62,7 +62,7 @@ class WindowCounts:
         if isinstance(batch, ODBBatch):
             return ODBBatch(batch.data, replace(batch.step, epoch=epoch, step=step))
         num_samples = _num_samples(batch)
-        num_targets = self._counter(batch, num_samples)
+        num_targets = self._counter.of_batch(batch, num_samples)
         for warning in self._counter.take_warnings():
             rank_zero_warn(warning)
         return ODBBatch(

@@ -1,27 +1,30 @@
-"""Running a module without a trace: an idle rank takes part in collectives, and everything else is as if it had not.
-
-Reads private attributes of torchmetrics (`_defaults`, `_update_count`, `_computed`, `_forward_cache`) and of Lightning's result
-collection (`trainer._results`), which have no public counterpart; `tests/traps` holds what this relies on.
-"""
+"""Running a module without a trace: an idle rank takes part in collectives, and everything else is as if it had not."""
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from torchmetrics import Metric
 
 from odb_lightning.batch import ODBBatch
 from odb_lightning.runtime.seeding import preserved_random_state
+from odb_lightning.strategies.metrics import counting_nothing
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_METRIC_ATTRIBUTES = ("_update_count", "_computed", "_forward_cache")
+_BATCH_NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.LazyBatchNorm1d,
+    nn.LazyBatchNorm2d,
+    nn.LazyBatchNorm3d,
+)
 
 
 class BorrowedBuffers:
@@ -31,73 +34,53 @@ class BorrowedBuffers:
     """
 
     def __init__(self) -> None:
-        self._originals: list[tuple[nn.Module, str, Tensor]] = []
+        self._originals: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
 
     def take(self, module: nn.Module) -> None:
-        """Puts the copies in place."""
+        """Puts the copies in place; one of a tensor with several names."""
         self.give_back()
+        copies: dict[int, Tensor] = {}
         for part in module.modules():
-            for name, buffer in list(part.named_buffers(recurse=False)):
-                self._originals.append((part, name, buffer))
-                setattr(part, name, buffer.clone())
+            self._originals.append((part, dict(part._buffers)))
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
 
     def give_back(self) -> None:
-        """Puts the originals back; without effect if nothing was taken."""
-        for part, name, buffer in self._originals:
-            setattr(part, name, buffer)
+        """Puts the originals back, and none where there was none; without effect if nothing was taken."""
+        for part, buffers in self._originals:
+            for name in part._buffers.keys() - buffers.keys():
+                del part._buffers[name]
+            part._buffers.update(buffers)
         self._originals = []
 
 
 @contextmanager
-def without_a_trace(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Puts back at the end: random state, the metrics in `module`, and what it logged.
-
-    A value logged with `sync_dist` for the step stays: it is that of the active ranks. One logged for the epoch keeps its
-    entry, with weight zero, as its reduction at the epoch's end is a collective.
-    """
-    metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    results: dict[str, Any] | None = trainer._results
-    logged = dict(results or {})
-    saved = [(metric, _metric_state(metric)) for metric in [*metrics, *logged.values()]]
-    with preserved_random_state():
+def without_a_trace(module: nn.Module) -> Iterator[None]:
+    """Puts back random state and what the metrics in `module` count."""
+    with preserved_random_state(), counting_nothing(module):
         yield
-    for metric, state in saved:
-        _restore_metric(metric, state)
-    for key, entry in (results or {}).items():
-        if key not in logged:
-            step_value = entry._forward_cache
-            if entry.is_tensor:
-                entry.reset()
-            entry.has_reset = False
-            entry._forward_cache = step_value if _is_synced(entry) else None
 
 
-def _is_synced(metric: Any) -> bool:
-    meta = getattr(metric, "meta", None)
-    return meta is not None and meta.sync.should
-
-
-def _metric_state(metric: Metric) -> dict[str, Any]:
-    state = {name: getattr(metric, name) for name in _METRIC_ATTRIBUTES}
-    for name in metric._defaults:
-        value = getattr(metric, name)
-        state[name] = list(value) if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
-    return state
-
-
-def _restore_metric(metric: Metric, state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        if name != "_forward_cache" or not _is_synced(metric):
-            setattr(metric, name, value)
+def gradient_leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that a backward of `loss` accumulates gradients in. Of sharded parameters these are the gathered ones."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        nodes.extend(following for following, _ in node.next_functions)
 
 
 @contextmanager
-def zeroed_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Every gradient that reaches a parameter inside is replaced by zeros, NaN and infinity included (times zero is not
+def zeroed_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Every gradient that reaches one of `leaves` inside is replaced by zeros, NaN and infinity included (times zero is not
     enough for those), while hooks and collectives run as ever."""
-    hooks: list[RemovableHandle] = [
-        parameter.register_hook(torch.zeros_like) for parameter in parameters if parameter.requires_grad
-    ]
+    distinct = {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
+    hooks: list[RemovableHandle] = [leaf.register_hook(torch.zeros_like) for leaf in distinct.values()]
     try:
         yield
     finally:
@@ -105,17 +88,31 @@ def zeroed_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             hook.remove()
 
 
+class _FrozenDataclass(ABC):  # noqa: B024
+    """What `apply_to_collection` can't write the results to."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        return is_dataclass(other) and bool(other.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+
+
 def enough_for_batch_norm(batches: Iterator[Any], module: nn.Module) -> Iterator[Any]:
     """The same batches, with stand-ins of two rows if the module has a BatchNorm, which in training mode refuses one."""
     if not any(isinstance(part, _BATCH_NORMS) for part in module.modules()):
         return batches
     return (
-        ODBBatch(batch.data, batch.step, apply_to_collection(batch.stand_in, Tensor, _with_two_rows))
+        ODBBatch(batch.data, batch.step, _with_two_rows(batch.stand_in))
         if isinstance(batch, ODBBatch) and batch.step.is_idle
         else batch
         for batch in batches
     )
 
 
-def _with_two_rows(tensor: Tensor) -> Tensor:
-    return torch.cat([tensor, tensor]) if tensor.dim() > 0 and len(tensor) == 1 else tensor
+def _with_two_rows(data: Any) -> Any:
+    return apply_to_collection(data, (Tensor, _FrozenDataclass), _doubled)
+
+
+def _doubled(part: Any) -> Any:
+    if not isinstance(part, Tensor):
+        return replace(part, **{field.name: _with_two_rows(getattr(part, field.name)) for field in fields(part) if field.init})
+    return torch.cat([part, part]) if part.dim() > 0 and len(part) == 1 else part

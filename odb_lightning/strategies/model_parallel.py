@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from odb_lightning.strategies.steps import ODBStrategyMixin
 
@@ -33,7 +31,7 @@ class ODBModelParallelStrategy(ODBStrategyMixin, ModelParallelStrategy):
                 "ranks need the same batches, and each rank has its own; use tensor_parallel_size=1"
             )
         super().__init__(data_parallel_size=data_parallel_size, tensor_parallel_size=1, **kwargs)
-        self._zeroing: list[RemovableHandle] = []
+        self._gathered: list[nn.Parameter] = []
 
     def setup_environment(self) -> None:
         if self._data_parallel_size == "auto":  # which is one rank per node for Lightning
@@ -41,29 +39,21 @@ class ODBModelParallelStrategy(ODBStrategyMixin, ModelParallelStrategy):
         super().setup_environment()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Hooks on sharded parameters never fire; on the unsharded ones, which a forward brings, they do."""
+        """Notes parameters as a forward has them, gathered: it is those that gradients arrive in, not the sharded ones."""
+        self._gathered = []
         info = self.step_info
         if info is None or self._multiplier(info) != 0.0:
             return super().training_step(*args, **kwargs)
-        forward_hooks = [part.register_forward_pre_hook(self._zero_gradients) for part in self._sharded_parts()]
+        parts = [part for part in self._module.modules() if isinstance(part, FSDPModule)]
+        hooks = [part.register_forward_pre_hook(self._note) for part in parts]  # type: ignore[attr-defined]
         try:
             return super().training_step(*args, **kwargs)
         finally:
-            for hook in forward_hooks:
+            for hook in hooks:
                 hook.remove()
 
-    def _sharded_parts(self) -> list[Any]:
-        return [module for module in self._module.modules() if isinstance(module, FSDPModule)]
+    def _note(self, part: nn.Module, _: Any) -> None:
+        self._gathered += part.parameters()
 
-    def _zero_gradients(self, module: nn.Module, _: Any) -> None:
-        for parameter in module.parameters():
-            if parameter.requires_grad and not isinstance(parameter, DTensor):
-                self._zeroing.append(parameter.register_hook(torch.zeros_like))
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        finally:
-            for hook in self._zeroing:
-                hook.remove()
-            self._zeroing = []
+    def _gradient_leaves(self) -> Iterable[nn.Parameter]:
+        return [*super()._gradient_leaves(), *self._gathered]

@@ -5,21 +5,27 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
 
 from odb_lightning.batch import LossReduction, LossScaling, StepInfo
 from odb_lightning.loader import ODBDataLoader
 from odb_lightning.loader_options import check_choice
 from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised, check_rule
 from odb_lightning.runtime.errors import ODBLoaderError
+from odb_lightning.runtime.seeding import preserved_random_state
 from odb_lightning.strategies.denominator import WindowCounts
-from odb_lightning.strategies.idle import BorrowedBuffers, enough_for_batch_norm, without_a_trace, zeroed_gradients
+from odb_lightning.strategies.idle import (
+    BorrowedBuffers,
+    enough_for_batch_norm,
+    gradient_leaves,
+    without_a_trace,
+    zeroed_gradients,
+)
+from odb_lightning.strategies.logs import WeighsLogs
 from odb_lightning.strategies.resume import ResumesExactly
 from odb_lightning.strategies.sigterm import EndsOnSigterm
 from odb_lightning.strategies.unwrapping import UnwrappingLoader, unwrapping
@@ -27,7 +33,7 @@ from odb_lightning.strategies.whole_checkpoints import WritesWholeCheckpoints
 from odb_lightning.strategies.windows import PlansWindows
 
 
-class ODBStrategyMixin(PlansWindows, ResumesExactly, WritesWholeCheckpoints, EndsOnSigterm):
+class ODBStrategyMixin(WeighsLogs, PlansWindows, ResumesExactly, WritesWholeCheckpoints, EndsOnSigterm):
     """Mix in before a Lightning strategy: `class MyDDP(ODBStrategyMixin, DDPStrategy)`.
 
     * The user's hooks and steps see exactly what `collate_fn` returned.
@@ -81,7 +87,9 @@ class ODBStrategyMixin(PlansWindows, ResumesExactly, WritesWholeCheckpoints, End
         self._odb_loaders: weakref.WeakKeyDictionary[ODBDataLoader, int] = weakref.WeakKeyDictionary()
         self._counts = WindowCounts(num_supervised_fn)
         self._borrowed = BorrowedBuffers()
-        self._step_in_progress: StepInfo | None = None
+        self._num_backwards = 0
+        self._backwards_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """How many there had been when an optimizer stepped last."""
 
     # --- loaders ---
 
@@ -107,7 +115,9 @@ class ODBStrategyMixin(PlansWindows, ResumesExactly, WritesWholeCheckpoints, End
             )
         is_counted = isinstance(loader, ODBDataLoader) or self.denominator == "strategy"
         marks_last = is_counted and isinstance(self._trainer.limit_train_batches, int)
-        return unwrapping(loader, lambda: self._training_batches(loader), marks_last)
+        proxy = unwrapping(loader, lambda: self._training_batches(loader), marks_last)
+        proxy.on_request = self._begin_batch
+        return proxy
 
     def _attach(self, loader: ODBDataLoader, accumulate: int) -> None:
         limit = self._limit_on_batches()
@@ -142,7 +152,9 @@ class ODBStrategyMixin(PlansWindows, ResumesExactly, WritesWholeCheckpoints, End
     def _evaluation_batches(self, loader: Any) -> Iterator[Any]:
         if isinstance(loader, ODBDataLoader):
             loader.set_epoch(0)
-        return enough_for_batch_norm(iter(loader), self._module)
+        with preserved_random_state():  # of which a torch DataLoader draws
+            batches = iter(loader)
+        return enough_for_batch_norm(batches, self._module)
 
     def _limit_on_batches(self) -> int | float | None:
         trainer = self._trainer
@@ -177,18 +189,26 @@ class ODBStrategyMixin(PlansWindows, ResumesExactly, WritesWholeCheckpoints, End
         return int(self._trainer.world_size)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves the batch, and makes what is known of it the current info: once per batch, before any hook on it."""
-        trainer = self._trainer
-        if trainer.training:
-            loaders = _as_list(trainer.train_dataloader)
-            if len(loaders) == 1 and isinstance(loaders[0], UnwrappingLoader) and loaders[0].infos:
-                self._previous_info, self.step_info = self.step_info, loaders[0].infos.popleft()
-                if self.step_info is not None and self.step_info is loaders[0].last:
+        """Moves the batch, and makes what is known of it the current info: once per batch, before any hook on it. A transfer of
+        the user's own changes nothing."""
+        if not self._is_in_batch:
+            self._advance(self._progress.total.ready, dataloader_idx)
+            self._weigh_logs()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _advance(self, position: int, dataloader_idx: int) -> None:
+        """To what is known of the batch at `position` of those that the trainer has had."""
+        if self._trainer.training:
+            loaders = _as_list(self._trainer.train_dataloader)
+            if len(loaders) == 1 and isinstance(loaders[0], UnwrappingLoader):
+                info = loaders[0].info_at(position)
+                if info is not self.step_info:
+                    self._take_info(info)
+                if info is not None and info is loaders[0].last:
                     self._end_epoch()
         else:
             loader = _as_list(self._evaluation_loaders())[dataloader_idx]
-            self.val_step_info = loader.infos.popleft() if isinstance(loader, UnwrappingLoader) and loader.infos else None
-        return super().batch_to_device(batch, device, dataloader_idx)
+            self.val_step_info = loader.info_at(position) if isinstance(loader, UnwrappingLoader) else None
 
     def _end_epoch(self) -> None:
         """Tells the trainer of the last batch of an epoch that ends before its integer limit. It takes the limit for the number
@@ -235,7 +255,7 @@ class ODBStrategyMixin(PlansWindows, ResumesExactly, WritesWholeCheckpoints, End
             if info is None or not info.is_idle:
                 return super().training_step(*args, **kwargs)
             self._borrowed.take(self._module)  # until after the backward, which may run parts of the forward again
-            with without_a_trace(self._trainer, self._module):
+            with without_a_trace(self._module):
                 output = super().training_step(*args, **kwargs)
             if not self._module.automatic_optimization:
                 self._borrowed.give_back()
@@ -247,6 +267,12 @@ class ODBStrategyMixin(PlansWindows, ResumesExactly, WritesWholeCheckpoints, End
             raise RuntimeError(
                 "nothing is known of this training batch, so its loss can't be scaled: give the trainer one loader for "
                 "training, not several, and take the batch, not a dataloader_iter, in training_step"
+            )
+        (loader,) = _as_list(self._trainer.train_dataloader)
+        if loader.position != self._progress.total.ready - 1:
+            raise RuntimeError(
+                "this training batch is none of those that the loader gave, so its loss can't be scaled: leave it to the "
+                "trainer to draw batches"
             )
         if self._module.automatic_optimization and info.accumulate != self._trainer.accumulate_grad_batches:
             raise RuntimeError(
@@ -272,22 +298,15 @@ class ODBStrategyMixin(PlansWindows, ResumesExactly, WritesWholeCheckpoints, End
                 return step(*args, **kwargs)
             self._borrowed.take(self._module)
             try:
-                with without_a_trace(self._trainer, self._module):
+                with without_a_trace(self._module):
                     return step(*args, **kwargs)
             finally:
                 self._borrowed.give_back()
 
-    @contextmanager
-    def _in_step(self, info: StepInfo | None) -> Iterator[None]:
-        self._step_in_progress = info
-        try:
-            yield
-        finally:
-            self._step_in_progress = None
-
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of the loss times this batch's multiplier. `manual_backward` comes here, too."""
         info = self.step_info
+        self._num_backwards += 1
         try:
             if info is None:
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -295,8 +314,9 @@ class ODBStrategyMixin(PlansWindows, ResumesExactly, WritesWholeCheckpoints, End
                 return closure_loss  # on all ranks alike, so no collective is left waiting
             multiplier = self._multiplier(info)
             if multiplier == 0.0:
-                with zeroed_gradients(self._gradient_leaves()):
-                    return super().backward(closure_loss, optimizer, *args, **kwargs)
+                with zeroed_gradients([*self._gradient_leaves(), *gradient_leaves(closure_loss)]):
+                    # Times zero for what no hook reaches: a checkpointed part may run again in the backward.
+                    return super().backward(closure_loss * 0.0, optimizer, *args, **kwargs)
             return super().backward(closure_loss * multiplier, optimizer, *args, **kwargs)
         finally:
             if self._module.automatic_optimization:
@@ -309,38 +329,35 @@ class ODBStrategyMixin(PlansWindows, ResumesExactly, WritesWholeCheckpoints, End
         return multiplier / info.accumulate  # which nobody divides by in manual optimization
 
     def _gradient_leaves(self) -> Iterable[nn.Parameter]:
-        """The parameters that autograd accumulates gradients in."""
+        """The parameters that autograd accumulates gradients in, besides those in the graph of the loss."""
         return self._module.parameters()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Steps the optimizer, unless the window had no target on any rank: zero gradients, too, move momentum and weights."""
+        """Steps the optimizer, unless the window had no target on any rank: zero gradients, too, move momentum and weights.
+
+        Raises RuntimeError for gradients that were not scaled.
+        """
         if self.step_info is not None and self._window_has_no_target(self.step_info):
-            return closure()
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = closure()
+        else:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._check_scaled(optimizer)
+        return result
+
+    def _check_scaled(self, optimizer: Any) -> None:
+        if self._module.automatic_optimization or self.loss_scaling == "none":
+            return
+        if self._backwards_before.get(optimizer, 0) == self._num_backwards:
+            raise RuntimeError(
+                "an optimizer was stepped without a manual_backward since its last step, so no loss was scaled: call "
+                'self.manual_backward(loss) in the place of loss.backward(), or say loss_scaling="none"'
+            )
+        self._backwards_before[optimizer] = self._num_backwards
 
     def _window_has_no_target(self, info: StepInfo) -> bool:
         if self.loss_scaling == "none":
             return False
         return not (info.window_num_tokens_supervised if self.loss_scaling == "token" else info.window_num_samples)
-
-    # --- collectives inside a step ---
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Inside a step, the reduction over the ranks that are not idle in it, so that `self.log(..., sync_dist=True)` gives
-        their value; else as ever."""
-        operation = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-        is_mean = operation in ("mean", "avg", ReduceOp.AVG, None)
-        if is_mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
-            tensor = tensor.double()  # the mean of integers is truncated; Lightning's counts of samples are integers
-        info = self._step_in_progress
-        if info is None or info.num_active_ranks >= info.world_size or not isinstance(tensor, Tensor):
-            return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
-        if info.is_idle:
-            tensor = torch.full_like(tensor, _neutral_value(operation, tensor))
-        reduced = super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
-        if is_mean:
-            reduced = reduced * (info.world_size / info.num_active_ranks)
-        return reduced
 
     # --- the end ---
 
@@ -385,10 +402,3 @@ def _as_list(loaders: Any) -> list[Any]:
     if isinstance(loaders, Mapping):
         return list(loaders.values())
     return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
-
-
-def _neutral_value(operation: Any, tensor: Tensor) -> float:
-    if operation not in ("max", "min", ReduceOp.MAX, ReduceOp.MIN):
-        return 0
-    bounds = torch.finfo(tensor.dtype) if tensor.is_floating_point() else torch.iinfo(tensor.dtype)
-    return bounds.min if operation in ("max", ReduceOp.MAX) else bounds.max

@@ -102,6 +102,11 @@ def _two_backwards() -> dict[str, Any]:
     return outcome(trainer, model, network=make_counting) | {"calls": int(model.network.calls)}
 
 
+def two_backwards_with_deepspeed() -> str:
+    """The refusal."""
+    return refusal(lambda: fit(_strategy("zero2"), TwoBackwards(), odb_loader([[0, 1], [10]])))
+
+
 def _counted_by_the_strategy() -> dict[str, Any]:
     model = ManualModel()
     loader = plain_loader([[[7], [9, 8, 11], [3, 2, 1]], [[10, 12, 13], [7, 9], [1]]])

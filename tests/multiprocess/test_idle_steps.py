@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -54,6 +54,44 @@ def test_metrics_of_the_module_count_nothing(fits: Any, case: str) -> None:
     for rank in fits[case]:
         assert rank["counted"] == [rank["rows"], rank["rows"]]
         assert rank["metrics"]["mean_of_rows"] == 1.0
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_metrics_computed_or_synced_within_a_step_are_those_of_the_active_ranks(fits: Any, case: str) -> None:
+    """The step's value of one with `dist_sync_on_step`; another's of all steps so far, in the step and in the hook after it;
+    and the mean at an epoch's end."""
+    first, second = fits[case]
+    expected: list[list[float]] = []
+    sizes, so_far = iter(first["sizes"]), 0.0
+    for is_idle in first["is_idle"]:
+        for rows in islice(sizes, len(is_idle)):
+            so_far += rows
+            expected.append([float(rows), so_far, so_far])
+        expected.append([1.0])
+    assert first["computed"] == second["computed"] == expected
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_a_reset_in_an_idle_step_holds(fits: Any, case: str) -> None:
+    for rank in fits[case]:
+        assert rank["left"] == rank["rows_since_reset"]
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_buffers_are_put_back(fits: Any, case: str, request: pytest.FixtureRequest) -> None:
+    """Changed in place, and by an assignment."""
+    strategy = request.node.callspec.params["fits"]
+    for rank in fits[case][: 1 if strategy == "ddp" else 2]:  # where each step begins with those of rank 0
+        assert rank["buffers"] == [rank["is_active"].count(True)] * 2
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_logs_and_reductions_are_those_of_the_active_ranks(fits: Any, case: str) -> None:
+    """Of a hook after the step, and a product."""
+    first, second = fits[case]
+    for rank in (first, second):
+        assert {rank["metrics"][name] for name in ("by_hook", "by_hook_step", "by_hook_epoch")} == {1.0}
+        assert rank["reduced"] == [2.0 ** (a + b) for a, b in zip(first["is_active"], second["is_active"], strict=True)]
 
 
 @pytest.mark.parametrize("case", SHARDS)

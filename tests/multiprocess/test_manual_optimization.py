@@ -47,6 +47,14 @@ def test_several_backwards_in_a_step(with_ddp: dict[str, list[Any]]) -> None:
     assert any(with_ddp["two backwards"][1]["idle"])
 
 
+def test_several_backwards_in_a_step_are_refused_under_deepspeed(tmp_path: Path) -> None:
+    """Of which the last alone would count."""
+    function = "tests.multiprocess.manual_and_batch_norm_cases:two_backwards_with_deepspeed"
+    for rank in run_ranks(function, 2, tmp_path, seconds=60):
+        assert rank.value.startswith("RuntimeError: DeepSpeed takes one backward in a training_step")
+        assert "Add the losses" in rank.value
+
+
 def test_the_strategy_may_count(with_ddp: dict[str, list[Any]]) -> None:
     for rank in with_ddp["counted by the strategy"]:
         assert rank["error"] < ROUNDING

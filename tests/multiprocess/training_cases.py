@@ -67,6 +67,11 @@ def token_losses(network: nn.Module, batch: dict[str, Tensor], reduction: str) -
     return cross_entropy(logits.reshape(-1, VOCABULARY), batch["labels"][:, 1:].reshape(-1), reduction=reduction)
 
 
+def logged_value(rank: int, step: int) -> float:
+    """What an active rank logs."""
+    return 1.0 + step + 10 * rank
+
+
 class Model(lightning.LightningModule):
     """Knows nothing of idle steps or of the loader."""
 
@@ -75,6 +80,7 @@ class Model(lightning.LightningModule):
         self.network = make_network()
         self.is_sharded = is_sharded
         self.infos: list[StepInfo] = []
+        self.losses: list[float] = []
         self.batch_keys: set[str] = set()
 
     def configure_model(self) -> None:
@@ -88,10 +94,11 @@ class Model(lightning.LightningModule):
         self.batch_keys |= set(batch)
         loss = token_losses(self.network, batch, "mean")
         rows = len(batch["input_ids"])
+        self.losses.append(loss.item())
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
         idle = self.trainer.strategy.step_info.is_idle
-        value = torch.tensor(99.0 if idle else 1.0)
-        self.log("one", value, on_step=True, on_epoch=True, sync_dist=True, batch_size=rows)
+        value = torch.tensor(99.0 if idle else logged_value(self.global_rank, batch_idx))
+        self.log("value", value, on_step=True, on_epoch=True, sync_dist=True, batch_size=rows)
         self.log("largest", value, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
         self.log("rows", torch.tensor(float(rows)), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
         return loss
@@ -136,7 +143,7 @@ def _cheap_zero(strategy: type) -> type:
             loss = sum(parameter.sum() * 0 for parameter in self.lightning_module.parameters())
             module = self.lightning_module
             module.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
-            module.log("one", torch.ones(()), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+            module.log("value", torch.ones(()), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
             module.log("largest", torch.ones(()), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
             module.log("rows", torch.ones(()), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
             return loss
@@ -195,6 +202,7 @@ def fit(
     dist.all_gather_object(finals, model.final)
     return {
         "steps": steps,
+        "losses": model.losses,
         "idle": [info.is_idle for info in model.infos],
         "error": float((model.final.double() - expected).abs().max()),
         "moved": float((expected - _flat(make_network(torch.float64))).abs().max()),
