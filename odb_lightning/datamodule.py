@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
@@ -62,7 +63,8 @@ class ODBDataModule(_NeedsODBStrategy):
         self.loader_options = loader_options
         self.train_loader: ODBDataLoader | None = None
         self.val_loader: ODBDataLoader | None = None
-        self._loaders: list[ODBDataLoader] = []
+        # Weakly: a loader that Lightning has replaced goes, and its processes with it.
+        self._loaders: weakref.WeakSet[ODBDataLoader] = weakref.WeakSet()
 
     @property
     def val_dataset(self) -> Any:
@@ -82,7 +84,7 @@ class ODBDataModule(_NeedsODBStrategy):
         if self.train_dataset is None:
             return super().train_dataloader()
         self.train_loader = ODBDataLoader(self.train_dataset, l_max=self.l_max, **self.loader_options)
-        self._loaders.append(self.train_loader)
+        self._loaders.add(self.train_loader)
         return self.train_loader
 
     def val_dataloader(self) -> Any:
@@ -101,12 +103,12 @@ class ODBDataModule(_NeedsODBStrategy):
             options.pop("sharding", None)
             options.pop("skip_ahead", None)
         loader = ODBDataLoader(dataset, l_max=self.val_l_max, **(options | {"shuffle": False}))
-        self._loaders.append(loader)
+        self._loaders.add(loader)
         return loader
 
     def teardown(self, stage: str) -> None:
-        while self._loaders:
-            self._loaders.pop().close()
+        for loader in list(self._loaders):
+            loader.close()
         super().teardown(stage)
 
     @staticmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class ResumesExactly(Strategy):
         self._resumed: dict[str, Any] | None = None
         """What the checkpoint of this run held."""
         self._has_resumed = False
-        self._early_loader: ODBDataLoader | None = None
+        self._early_loader: weakref.ref[ODBDataLoader] | None = None
         """One that was asked for its first batch before the checkpoint was loaded."""
         self._random_to_resume: dict[str, Any] | None = None
         self._random_before_validation: _RandomState | None = None
@@ -168,7 +169,7 @@ class ResumesExactly(Strategy):
     def _resume(self, loader: ODBDataLoader) -> None:
         """The training loader goes on where the checkpoint was, if there is one. One of a later epoch is left as it is."""
         if self._resumed is None:
-            self._early_loader = loader
+            self._early_loader = weakref.ref(loader)
         elif not self._has_resumed:
             ranks = self._resumed["ranks"]
             if self._resumed["epoch"] == self._trainer.fit_loop.epoch_progress.current.processed:  # else it was at its end
@@ -180,8 +181,9 @@ class ResumesExactly(Strategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._forget_batches()  # of a search for a learning rate, say
-        if self._resumed is not None and self._early_loader is not None:
-            self._resume(self._early_loader)
+        loader = None if self._early_loader is None else self._early_loader()
+        if self._resumed is not None and loader is not None:
+            self._resume(loader)
             iter(self._trainer.fit_loop._data_fetcher)
 
 

@@ -312,7 +312,7 @@ class TestODBDataModule:
         assert sorted(sample_id for ids in predictions for sample_id in ids) == [0, 1, 2, 3]
         used.test(model, datamodule=module, verbose=False)
         assert sorted(tested) == [0, 1]
-        assert module._loaders == [], "closed at the end"
+        assert all(loader._process is None for loader in module._loaders), "closed at the end"
 
 
 class Model(LightningModule):
