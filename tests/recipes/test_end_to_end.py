@@ -157,7 +157,7 @@ sys.exit(process.wait() if told is not None and time.monotonic() - told < 60 els
 
 
 def test_sigterm_to_the_main_process_ends_the_run_as_interrupted(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TERMINATED, *TINY, "validate=false", "trainer.max_epochs=500"]
+    command = [sys.executable, "-c", TERMINATED, *TINY, "validate=false", "trainer.max_epochs=500", "checkpoint.at_end=true"]
     result = run_command(command, cwd=tmp_path, seconds=SECONDS)
     assert result.status == 128 + signal.SIGTERM, result.output[-6000:]
     summary = summary_of(the_run(tmp_path))

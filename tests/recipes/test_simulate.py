@@ -114,7 +114,7 @@ def test_a_real_loader_makes_the_batches_of_the_plan(tmp_path: Path) -> None:
         "odb.buffer_size=40",
         "odb.seed=2",
     )
-    with make_loader(Lengths(lengths), l_max=300, buffer_size=40, seed=2) as loader:
+    with make_loader(Lengths(lengths), l_max=300, buffer_size=40, seed=2, num_supervised_fn=len) as loader:
         batches = [[[lengths[index] for index in batch.step.sample_ids]] for batch in loader]
         rounds = loader.stats.rounds
     assert batches == found.plan

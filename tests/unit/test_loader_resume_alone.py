@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import itertools
 import json
 import pickle
 import random
@@ -186,6 +187,17 @@ class TestEveryStop:
             loader.load_state_dict(whole.states[5])
             assert [facts(batch) for batch in loader] == whole.batches[6:]
             assert [facts(batch) for batch in loader] == whole.following
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_first_twenty_batches_after_a_resume_are_those_that_follow(num_workers: int) -> None:
+    """Their ids, and what random transforms and the collate drew; whatever the number of workers was before."""
+    data = Augmented(lognormal_lengths(200, seed=6, longest=50))
+    whole = whole_of(dataset=data, num_workers=2 - num_workers)
+    with loader_of(data, num_workers=num_workers) as loader:
+        loader.load_state_dict(by_json(whole.states[10]))
+        first = [facts(batch) for batch in itertools.islice(loader, 20)]
+    assert first == whole.batches[11:31]
 
 
 class Fetched(Lengths):
