@@ -6,13 +6,10 @@ Edits the progress of Lightning's loops in a checkpoint (`loops.fit_loop`), and 
 
 from __future__ import annotations
 
-import random
 import warnings
 import weakref
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
@@ -20,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from odb_lightning.batch import StepInfo
 from odb_lightning.callbacks.ranks import gather_objects
 from odb_lightning.loader import ODBDataLoader
+from odb_lightning.runtime.seeding import RandomState
 
 CHECKPOINT_KEY = "odb_lightning"
 _VERSION = 1
@@ -45,8 +43,8 @@ class ResumesExactly(Strategy):
         self._early_loader: weakref.ref[ODBDataLoader] | None = None
         """One that was asked for its first batch before the checkpoint was loaded."""
         self._random_to_resume: dict[str, Any] | None = None
-        self._random_before_validation: _RandomState | None = None
-        self._batch_random: _RandomState | None = None
+        self._random_before_validation: RandomState | None = None
+        self._batch_random: RandomState | None = None
         """At the beginning of the batch in training."""
 
     def _forget_batches(self) -> None:
@@ -55,7 +53,7 @@ class ResumesExactly(Strategy):
         """The trainer's epoch that `step_info` is of."""
         self._previous: tuple[StepInfo | None, int] = (None, -1)
         """The same of the batch before."""
-        self._window_random: _RandomState | None = None
+        self._window_random: RandomState | None = None
         """At the beginning of the accumulation window in training."""
 
     def setup(self, trainer: Any) -> None:
@@ -120,7 +118,7 @@ class ResumesExactly(Strategy):
         is_stopped = (
             not progress["is_last_batch"] and epochs["current"]["processed"] == epochs["current"]["started"] == epoch + 1
         )
-        random_state = self._random_before_validation or _RandomState()
+        random_state = self._random_before_validation or RandomState()
         if is_at_hand or not is_whole:
             random_state = self._window_random or random_state
         if not is_whole:
@@ -129,15 +127,19 @@ class ResumesExactly(Strategy):
             _end_epoch(loop)
         if is_stopped:
             _go_on_with_epoch(epochs)
-        return {"version": _VERSION, "epoch": epoch, "ranks": gather_objects({"loader": state, "random": random_state.plain()})}
+        return {
+            "version": _VERSION,
+            "epoch": epoch,
+            "ranks": gather_objects({"loader": state, "random": random_state.to_dict()}),
+        }
 
     # --- on the way ---
 
     def _begin_batch(self) -> None:
         """Before anything is done with a training batch."""
         if self._random_to_resume is not None:
-            _RandomState.put_back(self._random_to_resume)
-        self._batch_random = _RandomState()
+            RandomState.put_back_dict(self._random_to_resume)
+        self._batch_random = RandomState()
 
     def _take_info(self, info: StepInfo | None) -> None:
         """That of the batch in training from here on."""
@@ -149,12 +151,12 @@ class ResumesExactly(Strategy):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._random_before_validation = _RandomState()
+        self._random_before_validation = RandomState()
 
     def on_validation_end(self) -> None:
         super().on_validation_end()
         if self._random_before_validation is not None:
-            _RandomState.put_back(self._random_before_validation.plain())
+            self._random_before_validation.put_back()
             self._random_before_validation = None
 
     # --- going on ---
@@ -185,37 +187,6 @@ class ResumesExactly(Strategy):
         if self._resumed is not None and loader is not None:
             self._resume(loader)
             iter(self._trainer.fit_loop._data_fetcher)
-
-
-class _RandomState:
-    """Of Python's, numpy's and torch's generators."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
-        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._cuda = torch.cuda.get_rng_state() if has_cuda else None
-
-    def plain(self) -> dict[str, Any]:
-        """In plain containers and tensors."""
-        version, numbers, gauss = self._python
-        name, keys, *rest = self._numpy
-        state: dict[str, Any] = {
-            "python": [version, list(numbers), gauss],
-            "numpy": [name, np.asarray(keys).tolist(), *rest],
-            "torch": self._torch,
-        }
-        return state if self._cuda is None else state | {"cuda": self._cuda}
-
-    @staticmethod
-    def put_back(state: dict[str, Any]) -> None:
-        """As `plain` gave it."""
-        version, numbers, gauss = state["python"]
-        random.setstate((version, tuple(numbers), gauss))
-        name, keys, *rest = state["numpy"]
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-        torch.set_rng_state(state["torch"].cpu())
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
 def _set_all(tracker: dict[str, int], number: int) -> None:
