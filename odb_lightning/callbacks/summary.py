@@ -19,7 +19,6 @@ from odb_lightning.callbacks.figures import RankRecord, run_figures
 from odb_lightning.callbacks.identities import IdentityAudit
 from odb_lightning.callbacks.progress import dataset_size, step_loss
 from odb_lightning.callbacks.ranks import gather_objects, reduce_array
-from odb_lightning.callbacks.updates import UpdateCounter
 
 
 class RunSummary(Callback):
@@ -37,7 +36,6 @@ class RunSummary(Callback):
         self._seconds = array("d")
         self._audit: IdentityAudit | None = None
         self._dropped_ids_seen = self._resumed_ids_seen = self._expected_before = 0
-        self._updates = UpdateCounter()
         self._facts: dict[str, Any] = {}
         self._loss_sum: torch.Tensor | float = 0.0
         self._loss_of_windows: tuple[torch.Tensor | float, float] = (0.0, 0.0)
@@ -75,7 +73,6 @@ class RunSummary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = getattr(trainer.strategy, "deepspeed_engine", None)
         parameters = [p for p in pl_module.parameters() if p.requires_grad]
-        self._updates.start(trainer)
         if self._resumed_loss is not None and trainer.is_global_zero:
             self._loss_sum, self.record.loss_weight = self._loss_of_windows = self._resumed_loss
         self._facts = {
@@ -154,7 +151,6 @@ class RunSummary(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop_clock()
-        self._updates.stop()
         self._finish_record(trainer)
         records = gather_objects(self.record)
         padded = reduce_array(trainer, np.frombuffer(self._padded, dtype=np.int64).copy(), "max")
@@ -193,7 +189,7 @@ class RunSummary(Callback):
             **self._facts,
             "l_max": self.l_max,
             "epochs": audit.epochs if audit is not None else 0,
-            "updates": self._updates.count,
+            "updates": trainer.strategy.num_updates,  # type: ignore[attr-defined]
             **figures,
             "identities_missing": audit.missing if audited and audit is not None else None,
             "identities_repeated": audit.repeated if audited and audit is not None else None,

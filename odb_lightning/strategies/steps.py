@@ -28,12 +28,13 @@ from odb_lightning.strategies.idle import (
 from odb_lightning.strategies.logs import WeighsLogs
 from odb_lightning.strategies.resume import ResumesExactly
 from odb_lightning.strategies.sigterm import EndsOnSigterm
+from odb_lightning.strategies.unused import LeavesOutUnused
 from odb_lightning.strategies.unwrapping import UnwrappingLoader, unwrapping
+from odb_lightning.strategies.updates import CountsUpdates
 from odb_lightning.strategies.whole_checkpoints import WritesWholeCheckpoints
-from odb_lightning.strategies.windows import PlansWindows
 
 
-class ODBStrategyMixin(WeighsLogs, PlansWindows, ResumesExactly, WritesWholeCheckpoints, EndsOnSigterm):
+class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactly, WritesWholeCheckpoints, EndsOnSigterm):
     """Mix in before a Lightning strategy: `class MyDDP(ODBStrategyMixin, DDPStrategy)`.
 
     * The user's hooks and steps see exactly what `collate_fn` returned.
@@ -45,7 +46,8 @@ class ODBStrategyMixin(WeighsLogs, PlansWindows, ResumesExactly, WritesWholeChec
       with equally many on each rank, by `num_supervised_fn` (as that of ODBDataLoader), a window of them ahead.
     * In an idle step the module runs on a stand-in, so that every collective happens on every rank; gradients are zero, and
       random state, buffers, metrics and logs are put back. `step_info.is_idle` tells hooks.
-    * A batch without targets contributes zero; a window without any target on any rank does not step the optimizer.
+    * A batch without targets contributes zero; a window without any target on any rank steps neither the optimizer nor a
+      learning rate that is scheduled by step, and no more does an overflow.
     * What ends one rank ends all of them, with the first cause; SIGTERM to any does.
     """
 
@@ -228,6 +230,10 @@ class ODBStrategyMixin(WeighsLogs, PlansWindows, ResumesExactly, WritesWholeChec
 
     # --- steps ---
 
+    def _begin_batch(self) -> None:
+        self._release_schedules()
+        super()._begin_batch()
+
     def on_train_start(self) -> None:
         """Raises ValueError for what would be trained wrongly without a word."""
         super().on_train_start()
@@ -312,15 +318,19 @@ class ODBStrategyMixin(WeighsLogs, PlansWindows, ResumesExactly, WritesWholeChec
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
             if self._window_has_no_target(info) and not self._runs_backward_without_targets:
                 return closure_loss  # on all ranks alike, so no collective is left waiting
-            multiplier = self._multiplier(info)
-            if multiplier == 0.0:
-                with zeroed_gradients([*self._gradient_leaves(), *gradient_leaves(closure_loss)]):
-                    # Times zero for what no hook reaches: a checkpointed part may run again in the backward.
-                    return super().backward(closure_loss * 0.0, optimizer, *args, **kwargs)
-            return super().backward(closure_loss * multiplier, optimizer, *args, **kwargs)
+            with self._leaving_out_unused(info):
+                return self._scaled_backward(info, closure_loss, optimizer, *args, **kwargs)
         finally:
             if self._module.automatic_optimization:
                 self._borrowed.give_back()
+
+    def _scaled_backward(self, info: StepInfo, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        multiplier = self._multiplier(info)
+        if multiplier == 0.0:
+            with zeroed_gradients([*self._gradient_leaves(), *gradient_leaves(loss)]):
+                # Times zero for what no hook reaches: a checkpointed part may run again in the backward.
+                return super().backward(loss * 0.0, *args, **kwargs)
+        return super().backward(loss * multiplier, *args, **kwargs)
 
     def _multiplier(self, info: StepInfo) -> float:
         multiplier = info.loss_multiplier(self.loss_scaling, self.loss_reduction)
@@ -337,10 +347,11 @@ class ODBStrategyMixin(WeighsLogs, PlansWindows, ResumesExactly, WritesWholeChec
 
         Raises RuntimeError for gradients that were not scaled.
         """
-        if self.step_info is not None and self._window_has_no_target(self.step_info):
-            result = closure()
-        else:
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._moving_schedules(optimizer):
+            if self.step_info is not None and self._window_has_no_target(self.step_info):
+                result = closure()
+            else:
+                result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._check_scaled(optimizer)
         return result
 

@@ -205,7 +205,7 @@ def reference(
         weight = sum(float(part) for _, part in parts)
         if weight == 0:
             continue
-        (sum(total for total, part in parts if float(part)) / weight).backward()
+        (sum(total for total, _ in parts) / weight).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

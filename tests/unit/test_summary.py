@@ -184,7 +184,7 @@ class FakeTrainer(SimpleNamespace):
 
     def __init__(self, stats: Any = None, samples: int = 4) -> None:
         super().__init__(
-            strategy=SimpleNamespace(root_device=torch.device("cpu"), step_info=None, optimizers=[]),
+            strategy=SimpleNamespace(root_device=torch.device("cpu"), step_info=None, optimizers=[], num_updates=2),
             datamodule=SimpleNamespace(train_dataset=range(samples), train_loader=SimpleNamespace(stats=stats)),
             accumulate_grad_batches=2,
             world_size=1,

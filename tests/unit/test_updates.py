@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
-from odb_lightning.callbacks.updates import UpdateCounter
+from odb_lightning import ODBDataLoader
+from odb_lightning.strategies.updates import UpdateCounter
 
 
 def started(**strategy: Any) -> UpdateCounter:
     counter = UpdateCounter()
-    counter.start(SimpleNamespace(strategy=SimpleNamespace(**strategy)))  # type: ignore[arg-type]
+    counter.start(SimpleNamespace(**strategy))  # type: ignore[arg-type]
     return counter
 
 
@@ -64,6 +68,94 @@ def test_a_counter_begins_anew() -> None:
     optimizer = make_optimizer()
     counter = started(optimizers=[optimizer])
     optimizer.step()
-    counter.start(SimpleNamespace(strategy=SimpleNamespace(optimizers=[optimizer])))  # type: ignore[arg-type]
+    counter.start(SimpleNamespace(optimizers=[optimizer]))  # type: ignore[arg-type]
     optimizer.step()
     assert counter.count == 1
+
+
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Five, of which the second (in the order of a loader that does not shuffle) may have no target."""
+
+    def __init__(self, masked: tuple[int, ...]) -> None:
+        self.masked = masked
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = torch.full((4,), -100 if index in self.masked else 1)
+        return {"input_ids": torch.full((4,), index), "labels": labels}
+
+
+def first(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    (sample,) = samples
+    return {key: value[None] for key, value in sample.items()}
+
+
+class Scheduled(lightning.LightningModule):
+    """Halves its learning rate after each update, by step."""
+
+    def __init__(self, overflows: tuple[int, ...] = (), fused: bool = False, frequency: int = 1) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.overflows, self.fused, self.frequency = overflows, fused, frequency
+        self.rates: list[float] = []
+        self.frequencies: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.frequencies.append(self.trainer.lr_scheduler_configs[0].frequency)
+        return self.weight * (float("inf") if int(batch["input_ids"][0, 0]) in self.overflows else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1.0, fused=self.fused)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": self.frequency}]
+
+
+def fit(model: Scheduled, folder: Path, masked: tuple[int, ...] = (), **options: Any) -> lightning.Trainer:
+    loader = ODBDataLoader(
+        Samples(masked), l_max=4, collate_fn=first, shuffle=False, num_workers=0, num_supervised_fn="causal", buffer_size=1
+    )
+    trainer = lightning.Trainer(
+        **{"accelerator": "cpu", "devices": 1, "strategy": "odb", "max_epochs": 1, "default_root_dir": folder},
+        **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
+        **options,
+    )
+    trainer.fit(model, loader)
+    return trainer
+
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers")]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_schedule_by_step_does_not_move_where_an_overflow_left_out_the_update(tmp_path: Path, fused: bool) -> None:
+    """16-mixed, an infinite gradient in the second step of five: four updates, and the schedule moved four times."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    model = Scheduled(overflows=(1,), fused=fused)
+    trainer = fit(model, tmp_path, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    assert model.rates == [1.0, 0.5, 0.5, 0.25, 0.125]
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.0625
+    assert trainer.strategy.num_updates == 4  # type: ignore[attr-defined]
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
+
+
+@pytest.mark.filterwarnings("ignore:a batch of 1 samples has no target")
+@pytest.mark.parametrize(("masked", "rates"), [((0,), [1.0, 1.0, 0.5, 0.25, 0.125]), ((1, 4), [1.0, 0.5, 0.5, 0.25, 0.125])])
+def test_nor_where_a_window_has_no_target(tmp_path: Path, masked: tuple[int, ...], rates: list[float]) -> None:
+    model = Scheduled()
+    trainer = fit(model, tmp_path, masked)
+    assert model.rates == rates
+    assert trainer.strategy.num_updates == 5 - len(masked)  # type: ignore[attr-defined]
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 5 - len(masked)
+    assert trainer.lr_scheduler_configs[0].frequency == 1
+
+
+@pytest.mark.filterwarnings("ignore:a batch of 1 samples has no target")
+def test_the_users_frequency_holds_and_is_given_back(tmp_path: Path) -> None:
+    model = Scheduled(frequency=2)
+    trainer = fit(model, tmp_path, masked=(1,))
+    assert model.rates == [1.0, 1.0, 1.0, 1.0, 0.5]  # due after the second batch, which had no update, and the fourth
+    assert model.frequencies == [2] * 5
+    assert trainer.lr_scheduler_configs[0].frequency == 2

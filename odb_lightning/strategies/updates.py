@@ -1,0 +1,101 @@
+"""How often parameters were updated, which is not how often the trainer says that it stepped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.utils.hooks import RemovableHandle
+
+
+class CountsUpdates(Strategy):
+    """Knows how many updates were made in a fit. A learning rate that is scheduled by step moves with those alone: not with
+    steps left out, as no rank had a target or a gradient overflowed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._updates = UpdateCounter()
+        self._held: list[tuple[LRSchedulerConfig, int]] = []
+        """Schedules that are not to move, with how often they do."""
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the parameters in this fit. `trainer.global_step` also counts those left out."""
+        return self._updates.count
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._updates.start(self)
+
+    def on_train_end(self) -> None:
+        self._updates.stop()
+        self._release_schedules()
+        super().on_train_end()
+
+    @contextmanager
+    def _moving_schedules(self, optimizer: Any) -> Iterator[None]:
+        """Around a step of the optimizer: if it makes no update, schedules by step stay where they are until the next batch."""
+        schedules = [config for config in self.lr_scheduler_configs if config.interval == "step"]
+        if not schedules or not self._updates.counts(optimizer):
+            yield
+            return
+        before = self._updates.count  # of a fused optimizer with a scaler the host has to wait for it
+        yield
+        if self._updates.count == before:
+            self._release_schedules()
+            self._held = [(config, config.frequency) for config in schedules]
+            for config in schedules:
+                config.frequency = sys.maxsize  # the trainer moves those whose frequency divides the number of the batch
+
+    def _release_schedules(self) -> None:
+        for config, frequency in self._held:
+            config.frequency = frequency
+        self._held = []
+
+
+class UpdateCounter:
+    """Counts the steps that optimizers made, from `start` on."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._engine_before = 0
+        self._steps: int | torch.Tensor = 0
+        self._hooks: list[RemovableHandle] = []
+
+    def start(self, strategy: Strategy) -> None:
+        self.stop()
+        self._steps, self._engine = 0, getattr(strategy, "deepspeed_engine", None)
+        if self._engine is not None:
+            self._engine_before = self._engine_steps()
+        else:
+            optimizers = [found for found in strategy.optimizers if isinstance(found, torch.optim.Optimizer)]
+            self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
+
+    def stop(self) -> None:
+        """The count stays."""
+        if self._engine is not None:
+            self._steps, self._engine = self.count, None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def counts(self, optimizer: Any) -> bool:
+        """Whether it can tell of the optimizer's steps."""
+        return self._engine is not None or isinstance(optimizer, torch.optim.Optimizer)
+
+    @property
+    def count(self) -> int:
+        return int(self._steps) if self._engine is None else self._engine_steps() - self._engine_before
+
+    def _engine_steps(self) -> int:
+        return int(self._engine.global_steps) - int(self._engine.skipped_steps)
+
+    def _count(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # A fused optimizer is told of an overflow and leaves its step out itself. Not read here: the host would wait.
+        found_inf = getattr(optimizer, "found_inf", None)
+        self._steps = self._steps + (1 if found_inf is None else (found_inf == 0).long().sum())
