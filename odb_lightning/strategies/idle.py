@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from odb_lightning.batch import ODBBatch
-from odb_lightning.runtime.seeding import preserved_random_state
-from odb_lightning.strategies.metrics import counting_nothing
 
 _BATCH_NORMS = (
     nn.BatchNorm1d,
@@ -53,13 +51,6 @@ class BorrowedBuffers:
                 del part._buffers[name]
             part._buffers.update(buffers)
         self._originals = []
-
-
-@contextmanager
-def without_a_trace(module: nn.Module) -> Iterator[None]:
-    """Puts back random state and what the metrics in `module` count."""
-    with preserved_random_state(), counting_nothing(module):
-        yield
 
 
 def gradient_leaves(loss: Tensor) -> Iterator[Tensor]:

@@ -34,6 +34,11 @@ class WeighsLogs(Strategy):
         """The step whose idle ranks take no part in reductions."""
 
     @property
+    def _current_info(self) -> StepInfo | None:
+        """Of the batch in the loop that runs."""
+        return self.step_info if self._trainer.training else self.val_step_info
+
+    @property
     def _progress(self) -> Any:
         """Of the batches in the loop that runs."""
         trainer = self._trainer
@@ -61,7 +66,7 @@ class WeighsLogs(Strategy):
     def _update_logged(self, results: Any, key: str, value: Any, batch_size: int) -> None:
         """In the place of the collection's method, for what `self.log` is given."""
         entry, update = results[key], partial(type(results).update_metrics, results, key, value, batch_size)
-        info = self.step_info if self._trainer.training else self.val_step_info
+        info = self._current_info
         if info is None or not entry.is_tensor or not self._is_in_batch:
             update()
             return

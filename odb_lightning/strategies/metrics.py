@@ -21,27 +21,28 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 @contextmanager
-def counting_nothing(module: nn.Module) -> Iterator[None]:
-    """Inside, an `update` or a call of a metric in `module` is put back at once. So `compute` and syncs act on what was counted
-    before, as on the other ranks, and a `reset` stays."""
+def counting_nothing(module: nn.Module, is_idle: Callable[[], bool]) -> Iterator[None]:
+    """Inside, an `update` or a call of a metric in `module` is put back at once, if `is_idle`. So `compute` and syncs act on
+    what was counted before, as on the other ranks, and a `reset` stays."""
     in_call: Counter[int] = Counter()
     with ExitStack() as stack:
         for part in module.modules():
             if isinstance(part, Metric):
-                stack.enter_context(_put_back(part, in_call))
+                stack.enter_context(_put_back(part, in_call, is_idle))
             elif isinstance(part, MetricCollection) and not part._groups_checked:
                 stack.enter_context(_without_groups(part))
         yield
 
 
 @contextmanager
-def _put_back(metric: Metric, in_call: Counter[int]) -> Iterator[None]:
+def _put_back(metric: Metric, in_call: Counter[int], is_idle: Callable[[], bool]) -> Iterator[None]:
     """`in_call` counts, by the metric's id, the calls under way that put it back at their end."""
     run, lent = metric.update, []
 
     @wraps(run)
     def update(*args: Any, **kwargs: Any) -> None:
-        if in_call[id(metric)] and not metric._to_sync:  # the value of this batch alone, for this rank alone
+        is_of_this_rank = in_call[id(metric)] and not metric._to_sync  # the value of this batch alone
+        if is_of_this_rank or not is_idle():
             run(*args, **kwargs)
             return
         give_back = _lend(metric)
@@ -54,10 +55,14 @@ def _put_back(metric: Metric, in_call: Counter[int]) -> Iterator[None]:
                 metric._update_count = count  # else `compute` warns
 
     def before(*_: Any) -> None:
+        if not is_idle():
+            return
         lent.append(_lend(metric))
         in_call.update(id(part) for part in metric.modules())
 
     def after(*_: Any) -> None:
+        if not lent:
+            return
         in_call.subtract(id(part) for part in metric.modules())
         value = metric._forward_cache
         lent.pop()()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -22,10 +23,10 @@ from odb_lightning.strategies.idle import (
     BorrowedBuffers,
     enough_for_batch_norm,
     gradient_leaves,
-    without_a_trace,
     zeroed_gradients,
 )
 from odb_lightning.strategies.logs import WeighsLogs
+from odb_lightning.strategies.metrics import counting_nothing
 from odb_lightning.strategies.resume import ResumesExactly
 from odb_lightning.strategies.sigterm import EndsOnSigterm
 from odb_lightning.strategies.unused import LeavesOutUnused
@@ -89,6 +90,8 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
         self._odb_loaders: weakref.WeakKeyDictionary[ODBDataLoader, int] = weakref.WeakKeyDictionary()
         self._counts = WindowCounts(num_supervised_fn)
         self._borrowed = BorrowedBuffers()
+        self._idle_metrics = ExitStack()
+        """What keeps metrics from counting a stand-in, from its transfer until that of the next batch."""
         self._num_backwards = 0
         self._backwards_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """How many there had been when an optimizer stepped last."""
@@ -196,7 +199,9 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
         if not self._is_in_batch:
             self._advance(self._progress.total.ready, dataloader_idx)
             self._weigh_logs()
-        return super().batch_to_device(batch, device, dataloader_idx)
+        info = self._current_info
+        with preserved_random_state() if info is not None and info.is_idle else nullcontext():
+            return super().batch_to_device(batch, device, dataloader_idx)
 
     def _advance(self, position: int, dataloader_idx: int) -> None:
         """To what is known of the batch at `position` of those that the trainer has had."""
@@ -211,6 +216,10 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
         else:
             loader = _as_list(self._evaluation_loaders())[dataloader_idx]
             self.val_step_info = loader.info_at(position) if isinstance(loader, UnwrappingLoader) else None
+        self._idle_metrics.close()
+        info = self._current_info
+        if info is not None and info.is_idle:
+            self._idle_metrics.enter_context(counting_nothing(self._module, lambda: self._is_in_batch))
 
     def _end_epoch(self) -> None:
         """Tells the trainer of the last batch of an epoch that ends before its integer limit. It takes the limit for the number
@@ -261,7 +270,7 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
             if info is None or not info.is_idle:
                 return super().training_step(*args, **kwargs)
             self._borrowed.take(self._module)  # until after the backward, which may run parts of the forward again
-            with without_a_trace(self._module):
+            with preserved_random_state():
                 output = super().training_step(*args, **kwargs)
             if not self._module.automatic_optimization:
                 self._borrowed.give_back()
@@ -304,7 +313,7 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
                 return step(*args, **kwargs)
             self._borrowed.take(self._module)
             try:
-                with without_a_trace(self._module):
+                with preserved_random_state():
                     return step(*args, **kwargs)
             finally:
                 self._borrowed.give_back()
@@ -374,6 +383,7 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
 
     def teardown(self) -> None:
         self._close_loaders()
+        self._idle_metrics.close()
         self._counts.close()
         super().teardown()
 

@@ -16,8 +16,9 @@ from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import MulticlassAUROC
 
 from odb_lightning import ODBDataLoader
-from odb_lightning.strategies.idle import BorrowedBuffers, gradient_leaves, without_a_trace, zeroed_gradients
+from odb_lightning.strategies.idle import BorrowedBuffers, gradient_leaves, zeroed_gradients
 from odb_lightning.strategies.logs import _neutral
+from odb_lightning.strategies.metrics import counting_nothing
 from odb_lightning.strategies.unwrapping import unwrapping
 from tests.multiprocess.trainers import make_trainer
 from tests.multiprocess.training_cases import Model, Samples, _flat, make_network, pad, reference, token_losses
@@ -95,7 +96,7 @@ def test_metrics_are_as_if_there_had_been_no_stand_in(name: str, order: str) -> 
     module, undisturbed = nn.ModuleDict({"metric": make()}), make()
     for value, is_idle in ORDERS[order]:
         if is_idle:
-            with without_a_trace(module):
+            with counting_nothing(module, lambda: True):
                 count(module["metric"], value)
         else:
             count(module["metric"], value)
@@ -107,7 +108,7 @@ def test_a_metric_is_put_back_at_once_and_what_else_is_done_to_it_stays() -> Non
     metric = SumMetric()
     metric.update(1.0)
     assert metric.compute() == 1.0
-    with without_a_trace(nn.ModuleList([metric])):
+    with counting_nothing(nn.ModuleList([metric]), lambda: True):
         metric.update(99.0)
         assert metric._computed is None, "as on the other ranks, whose compute is a collective"
         assert metric.compute() == 1.0
@@ -117,6 +118,17 @@ def test_a_metric_is_put_back_at_once_and_what_else_is_done_to_it_stays() -> Non
     assert metric.sum_value == 0.0
     metric.update(2.0)
     assert metric.compute() == 2.0
+
+
+def test_while_no_batch_is_idle_metrics_count_as_ever() -> None:
+    metric = SumMetric()
+    is_idle = True
+    with counting_nothing(nn.ModuleList([metric]), lambda: is_idle):
+        metric.update(99.0)
+        is_idle = False
+        metric.update(1.0)
+        metric(2.0)
+    assert metric.compute() == 3.0
 
 
 # --- buffers ---
