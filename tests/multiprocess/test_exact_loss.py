@@ -114,10 +114,13 @@ def test_logged_values_are_those_of_the_active_ranks(fits: Any, case: str) -> No
     weighted = sum(logged_value(rank, step) * rows for rank, step, rows, _ in batches)
     for rank in results[case]:
         metrics = rank["metrics"]
-        assert metrics["value_step"] == pytest.approx(sum(of_last_step) / len(of_last_step))
-        assert metrics["value_epoch"] == pytest.approx(weighted / num_rows)
-        assert metrics["largest"] == max(logged_value(rank, step) for rank, step, _, _ in batches)
-        assert metrics["rows"] == num_rows
+        for name in ("value", "value_of_batch"):
+            assert metrics[f"{name}_step"] == pytest.approx(sum(of_last_step) / len(of_last_step))
+            assert metrics[f"{name}_epoch"] == pytest.approx(weighted / num_rows)
+        assert metrics["largest_step"] == max(of_last_step)
+        assert metrics["largest_epoch"] == max(logged_value(rank, step) for rank, step, _, _ in batches)
+        assert metrics["rows_step"] == sum(rows for _, step, rows, _ in batches if step == last)
+        assert metrics["rows_epoch"] == num_rows
 
 
 @pytest.mark.parametrize("case", [*LOGGED, "a batch without targets"])

@@ -72,6 +72,15 @@ def logged_value(rank: int, step: int) -> float:
     return 1.0 + step + 10 * rank
 
 
+def log_in_every_way(module: lightning.LightningModule, loss: Tensor, value: Tensor, rows: int) -> None:
+    """`value_of_batch` for as many rows as Lightning finds in the batch."""
+    module.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+    module.log("value", value, on_step=True, on_epoch=True, sync_dist=True, batch_size=rows)
+    module.log("value_of_batch", value, on_step=True, on_epoch=True, sync_dist=True)
+    for name, reduced, reduction in (("largest", value, "max"), ("rows", torch.tensor(float(rows)), "sum")):
+        module.log(name, reduced, on_step=True, on_epoch=True, sync_dist=True, reduce_fx=reduction)
+
+
 class Model(lightning.LightningModule):
     """Knows nothing of idle steps or of the loader."""
 
@@ -95,12 +104,8 @@ class Model(lightning.LightningModule):
         loss = token_losses(self.network, batch, "mean")
         rows = len(batch["input_ids"])
         self.losses.append(loss.item())
-        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
         idle = self.trainer.strategy.step_info.is_idle
-        value = torch.tensor(99.0 if idle else logged_value(self.global_rank, batch_idx))
-        self.log("value", value, on_step=True, on_epoch=True, sync_dist=True, batch_size=rows)
-        self.log("largest", value, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
-        self.log("rows", torch.tensor(float(rows)), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        log_in_every_way(self, loss, torch.tensor(99.0 if idle else logged_value(self.global_rank, batch_idx)), rows)
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -141,11 +146,7 @@ def _cheap_zero(strategy: type) -> type:
 
         def _zero(self, *args: Any) -> Tensor:
             loss = sum(parameter.sum() * 0 for parameter in self.lightning_module.parameters())
-            module = self.lightning_module
-            module.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
-            module.log("value", torch.ones(()), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
-            module.log("largest", torch.ones(()), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
-            module.log("rows", torch.ones(()), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+            log_in_every_way(self.lightning_module, loss, torch.ones(()), 1)
             return loss
 
     return CheapZero
