@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -114,6 +115,12 @@ def _exit_in_order(*_: object) -> None:
         raise SystemExit(0)
 
 
+def _report_unraisable(found: Any) -> None:
+    """As ever, but for the end itself where it was lost, which comes again."""
+    if not isinstance(found.exc_value, SystemExit):
+        sys.__unraisablehook__(found)
+
+
 @contextmanager
 def exit_put_off() -> Iterator[None]:
     """A stop waits for what is done inside: clean-up, which takes no time."""
@@ -129,6 +136,8 @@ def own_signals(*, in_order: bool = False) -> None:
     main thread, so that clean-up runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_in_order if in_order else signal.SIG_IGN)
+    if in_order:
+        sys.unraisablehook = _report_unraisable
 
 
 class GuardedWorkerInit:

@@ -81,6 +81,15 @@ class TestLeaving:
         assert all_end(pids)
         loader.close()
 
+    def test_an_epoch_that_ends_at_its_limit_ends_without_a_word(self, capfd: pytest.CaptureFixture[str]) -> None:
+        """Where the workers are not kept, they are being ended as the loader is told to, too. Spawned: a fork has this process's
+        way to report what is raised in a finaliser."""
+        loader = make_loader(Lengths([4] * 400), num_workers=2, persistent_workers=False, multiprocessing_context="spawn")
+        loader.attach(rank=0, world_size=1, accumulate=1, max_steps=3)
+        assert len(list(loader)) == 3
+        loader.close()
+        assert capfd.readouterr() == ("", "")
+
     @pytest.mark.parametrize("num_workers", [0, 1])
     def test_leaving_does_not_wait_for_a_slow_sample(self, num_workers: int) -> None:
         loader = make_loader(SlowAfter(LENGTHS, 40), num_workers=num_workers, shuffle=False)
