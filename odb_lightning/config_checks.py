@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from odb_lightning.callbacks.figures import METRICS
 from odb_lightning.checkpoints import newest_whole
-from odb_lightning.plan import ALIGNMENTS
+from odb_lightning.loader_options import CHOICES
 
 _MISSING = object()
 _START_METHODS = ("fork", "forkserver", "spawn")
@@ -61,13 +61,11 @@ def validate_config(cfg: DictConfig) -> None:
         ("trainer.gradient_clip_val", 0.0, None),
     ):
         _check_number(cfg, key, low, high)
-    one_of("odb.mode", ("join", "non_join"))
-    one_of("odb.alignment", ALIGNMENTS)
+    for name, choices in CHOICES.items():
+        one_of(f"odb.{name}", choices)
     for key in ("odb.budget", "odb.cost"):
-        if isinstance(_value(cfg, key), str):
-            one_of(key, ("tokens", "quadratic"))
-    one_of("odb.oversize", ("emit", "drop", "error"))
-    one_of("odb.empty", ("drop", "error"))
+        if not OmegaConf.is_dict(_value(cfg, key)):  # else it is a function, which the loader checks
+            one_of(key, ("tokens", "quadratic") if key == "odb.budget" else (None, "tokens", "quadratic"))
     one_of("odb.multiprocessing_context", (None, *_START_METHODS))
     one_of("loader", ("odb", "fixed"))
     one_of("trainer.accelerator", _ACCELERATORS)

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from odb_lightning.batch import ODBBatch, StepInfo
-from odb_lightning.loader import length_of_input_ids
+from odb_lightning.loader_options import length_of_input_ids
 from odb_lightning.runtime.counting import TargetCounter
 from odb_lightning.runtime.settings import LoaderStats
 

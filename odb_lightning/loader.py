@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from odb_lightning.batch import ODBBatch
 from odb_lightning.conversion import options_of
 from odb_lightning.iteration import Iteration
-from odb_lightning.loader_options import (
-    check_at_least_one,
-    check_can_be_sent,
-    check_choice,
-    check_kinds,
-    check_patches,
-    length_of_input_ids,
-    refuse_unknown,
-    start_method_of,
-)
-from odb_lightning.plan.costs import RowCost, RowLimits, named_cost
-from odb_lightning.plan.rounds import ALIGNMENTS, Alignment
+from odb_lightning.loader_options import check_at_least_one, refuse_unknown, settled_options
+from odb_lightning.plan.costs import RowCost
+from odb_lightning.plan.rounds import Alignment
 from odb_lightning.resume import (
     EpochPlace,
     Position,
@@ -37,7 +27,7 @@ from odb_lightning.resume import (
     start_from,
 )
 from odb_lightning.runtime.client import CollateProcess
-from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised, check_rule
+from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised
 from odb_lightning.runtime.errors import Failure, ODBLoaderError
 from odb_lightning.runtime.meeting import Meeting
 from odb_lightning.runtime.rendezvous import data_parallel_position, store_address
@@ -46,7 +36,6 @@ from odb_lightning.runtime.settings import EpochRequest, LoaderSettings, LoaderS
 from odb_lightning.sampling import ShardedSampler
 from odb_lightning.sharding import check_sharding, is_iterable
 
-_MAX_CHUNK_SIZE = 64
 _LAST_WORDS_SECONDS = 3.0
 """For what the collate process has heard of a peer's failure to arrive."""
 
@@ -137,103 +126,67 @@ class ODBDataLoader:
         **unknown: Any,
     ) -> None:
         refuse_unknown(unknown, LOADER_OPTIONS)
-        check_at_least_one(l_max=l_max, buffer_size=buffer_size)
-        l_max, buffer_size = int(l_max), int(buffer_size)
-        functions = {"length_fn": length_fn, "worker_init_fn": worker_init_fn, "patches_fn": patches_fn}
-        check_kinds(collate_fn=collate_fn, timeouts=timeouts, seed=seed, **functions)
-        optional = {
-            "max_rows": max_rows,
-            "max_patches": max_patches,
-            "accumulate": accumulate,
-            "prefetch_factor": prefetch_factor,
-            "quota": quota,
-        }
-        check_at_least_one(**{name: value for name, value in optional.items() if value is not None})
-        max_rows, max_patches, accumulate, prefetch_factor, quota = (
-            None if value is None else int(value) for value in optional.values()
+        self._is_iterable = is_iterable(dataset)
+        self._options = settled_options(
+            {
+                "dataset": dataset,
+                "collate_fn": collate_fn,
+                "length_fn": length_fn,
+                "num_supervised_fn": num_supervised_fn,
+                "worker_init_fn": worker_init_fn,
+                "l_max": l_max,
+                "buffer_size": buffer_size,
+                "max_rows": max_rows,
+                "alignment": alignment,
+                "budget": budget,
+                "cost": cost,
+                "patches_fn": patches_fn,
+                "max_patches": max_patches,
+                "oversize": oversize,
+                "empty": empty,
+                "mode": mode,
+                "quota": quota,
+                "sharding": sharding,
+                "shuffle": shuffle,
+                "seed": seed,
+                "num_workers": num_workers,
+                "prefetch_factor": prefetch_factor,
+                "persistent_workers": persistent_workers,
+                "timeouts": timeouts,
+            },
+            multiprocessing_context,
         )
-        seed = int(seed)
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
-            raise ValueError(f"num_workers must be 0 or more, got {num_workers!r}")
-        check_choice("mode", mode, ("join", "non_join"))
-        check_choice("sharding", sharding, ("auto", "loader", "dataset"))
-        check_choice("alignment", alignment, ALIGNMENTS)
-        check_patches(patches_fn, max_patches, alignment)
-        if cost is not None and alignment == "paper":
-            warnings.warn("cost is ignored with alignment='paper', which does not match costs", stacklevel=2)
-        budget, cost = named_cost(budget, "budget"), None if cost is None else named_cost(cost, "cost")
-        RowLimits(l_max, max_rows, budget, cost)
-        check_choice("oversize", oversize, ("emit", "drop", "error"))
-        check_choice("empty", empty, ("drop", "error"))
-        check_rule(num_supervised_fn)
+        if accumulate is not None:
+            check_at_least_one(accumulate=accumulate)
         if rank is not None or world_size is not None:
             data_parallel_position(rank, world_size)
-        self._is_iterable = is_iterable(dataset)
         if self._is_iterable:
             check_sharding(dataset, sharding, num_workers, world_size or 1)
             if sampler is not None:
                 raise ValueError("sampler can't be used with an iterable data set, which has an order of its own")
-            if mode == "non_join" and quota is None:
-                raise ValueError("mode='non_join' with an iterable data set needs quota=<samples of an epoch over all ranks>")
         elif sharding != "auto" or skip_ahead:
             option = f"sharding={sharding!r}" if sharding != "auto" else "skip_ahead=True"
             warnings.warn(f"{option} is ignored: the data set is not iterable", stacklevel=2)
-        if quota is not None and mode == "join":
-            warnings.warn("quota is ignored with mode='join', which trains each sample once", stacklevel=2)
         if sampler is not None and not hasattr(sampler, "__iter__"):
             raise TypeError(f"sampler has to be iterable, got {sampler!r}")
         if deal_sampler and sampler is None:
             raise ValueError("deal_sampler=True needs a sampler; the default one is dealt out anyway")
-        if num_workers == 0 and prefetch_factor is not None:
-            warnings.warn("prefetch_factor is ignored with num_workers=0", stacklevel=2)
         if pin_memory and not torch.cuda.is_available():
             warnings.warn("pin_memory=True is ignored: there is no GPU to pin memory for", stacklevel=2)
-        chunk_size = max(min(_MAX_CHUNK_SIZE, buffer_size // (2 * max(num_workers, 1))), 1)
-        if num_workers > 0 and prefetch_factor is None:
-            prefetch_factor = max(math.ceil(buffer_size / (chunk_size * num_workers)), 2)
         self.dataset = dataset
-        self.l_max = l_max
+        self.l_max: int = self._options["l_max"]
         self._sampler = sampler
         self._deal_sampler = deal_sampler
         self._skip_ahead = skip_ahead
-        self.accumulate = accumulate
+        self.accumulate = None if accumulate is None else int(accumulate)
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed: int = self._options["seed"]
         self.pin_memory = pin_memory
         self._past_stats, self._pass_stats = LoaderStats(), LoaderStats()
         self._unfinished_epoch: int | None = None
         self.rank, self.world_size = rank, world_size
         self._store = store
         self._attached: _Attachment | None = None
-        self._options: dict[str, Any] = {
-            "dataset": dataset,
-            "collate_fn": default_collate if collate_fn is None else collate_fn,
-            "length_fn": length_of_input_ids if length_fn is None else length_fn,
-            "num_supervised_fn": num_supervised_fn,
-            "worker_init_fn": worker_init_fn,
-            "l_max": l_max,
-            "buffer_size": buffer_size,
-            "max_rows": max_rows,
-            "alignment": alignment,
-            "budget": budget,
-            "cost": cost,
-            "patches_fn": patches_fn,
-            "max_patches": max_patches,
-            "oversize": oversize,
-            "empty": empty,
-            "mode": mode,
-            "quota": quota,
-            "sharding": sharding,
-            "shuffle": shuffle,
-            "seed": seed,
-            "num_workers": num_workers,
-            "prefetch_factor": prefetch_factor if num_workers > 0 else None,
-            "chunk_size": chunk_size,
-            "persistent_workers": persistent_workers,
-            "start_method": start_method_of(multiprocessing_context),
-            "timeouts": timeouts or Timeouts(),
-        }
-        check_can_be_sent(self._options)
         self._keeps_process = persistent_workers
         self._epoch = 0
         self._has_begun = False

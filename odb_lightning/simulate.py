@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from odb_lightning import config
 from odb_lightning.config_checks import ConfigError
 from odb_lightning.lengths import Lengths, of_dataset
-from odb_lightning.loader_options import check_at_least_one, check_choice
+from odb_lightning.loader_options import CHOICES, check_at_least_one, check_choice
 from odb_lightning.plan import (
     ALIGNMENTS,
     Alignment,
@@ -38,10 +38,7 @@ from odb_lightning.simulation_table import print_simulation
 _WORD_BYTES = 8
 _CHOICES: dict[str, tuple[str, ...]] = {
     "output": ("table", "json"),
-    "odb.alignment": ALIGNMENTS,
-    "odb.mode": ("join", "non_join"),
-    "odb.oversize": ("emit", "drop", "error"),
-    "odb.empty": ("drop", "error"),
+    **{f"odb.{name}": choices for name, choices in CHOICES.items() if name != "sharding"},
 }
 
 

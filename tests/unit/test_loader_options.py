@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from odb_lightning import ODBDataLoader, Timeouts
-from odb_lightning.loader import length_of_input_ids
+from odb_lightning.loader_options import length_of_input_ids
 from tests.loader_data import Lengths, collate
 
 DATA = Lengths([3, 5, 2, 4])
