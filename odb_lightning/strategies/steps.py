@@ -26,6 +26,7 @@ from odb_lightning.strategies.idle import (
     zeroed_gradients,
 )
 from odb_lightning.strategies.logs import WeighsLogs
+from odb_lightning.strategies.metric_lists import even_lists, leave_lists
 from odb_lightning.strategies.metrics import counting_nothing
 from odb_lightning.strategies.resume import ResumesExactly
 from odb_lightning.strategies.sigterm import EndsOnSigterm
@@ -95,6 +96,11 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
         self._num_backwards = 0
         self._backwards_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """How many there had been when an optimizer stepped last."""
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if self.data_parallel_size > 1:
+            even_lists(self._module)
 
     # --- loaders ---
 
@@ -382,6 +388,8 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
     # --- the end ---
 
     def teardown(self) -> None:
+        if self.lightning_module is not None:
+            leave_lists(self.lightning_module)
         self._close_loaders()
         self._idle_metrics.close()
         self._counts.close()

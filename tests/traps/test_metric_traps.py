@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from tiny_fit import Loader, Tiny, make_trainer
-from torchmetrics import Accuracy, MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import Accuracy, CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 
 
 def test_a_metric_knows_in_update_whether_the_next_compute_syncs() -> None:
@@ -106,3 +107,28 @@ def test_the_value_of_a_step_of_a_metric_is_that_of_its_last_call() -> None:
             return super().training_step(batch, batch_idx)
 
     make_trainer().fit(Logs(), Loader(1))
+
+
+@pytest.mark.parametrize("values", [[], [1], [1, 2, 3]])
+def test_a_list_is_gathered_as_often_as_this_rank_has_elements(values: list[int]) -> None:
+    """Whatever the other ranks have. One that is concatenated is gathered once, but an empty one as floats in one dimension."""
+    elements = [torch.full((2, 3), value) for value in values]
+    gathered: list[torch.Tensor] = []
+
+    def gather(value: torch.Tensor, group: Any) -> list[torch.Tensor]:
+        gathered.append(value)
+        return [value]
+
+    for reduction in (None, "cat"):
+        metric = CatMetric()
+        metric.add_state("listed", [], dist_reduce_fx=reduction)
+        metric.listed = list(elements)
+        gathered.clear()
+        metric._sync_dist(gather)
+        of_list = [value for value in gathered if value.dtype == torch.int64]
+        if reduction is None:
+            assert len(of_list) == len(values)
+        elif values:
+            assert [value.shape for value in of_list] == [(2 * len(values), 3)]
+        else:
+            assert of_list == [] and {(value.dtype, value.shape) for value in gathered} == {(torch.float32, (0,))}
