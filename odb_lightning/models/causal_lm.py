@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from odb_lightning.callbacks.schedule import SampleSchedule, cosine_with_warmup
 from odb_lightning.models.build import build_causal_lm, shard_layers
-from odb_lightning.models.schedule import SampleClock, cosine_factor
 from odb_lightning.models.token_mean import TokenMean, TokenMetrics
 from odb_lightning.runtime.counting import IGNORE_INDEX
 
@@ -55,7 +55,6 @@ class CausalLM(LightningModule):
         self.schedule_samples = schedule_samples
         self.warmup_samples = warmup_samples
         self.min_lr_ratio = min_lr_ratio
-        self.clock = SampleClock()
         self.train_loss_epoch = TokenMean()
         self.val_metrics = TokenMetrics()
         self.test_metrics = TokenMetrics()
@@ -120,23 +119,12 @@ class CausalLM(LightningModule):
         is_target = targets != IGNORE_INDEX
         return logits[:, :-1][is_target], targets[is_target]
 
-    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        trainer = self.trainer
-        num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        step = getattr(trainer.strategy, "step_info", None)
-        if step is None:
-            samples, position, accumulate = len(batch["labels"]) * num_replicas, batch_idx, trainer.accumulate_grad_batches
-        else:
-            # a step that was counted on one rank stands for all of them
-            samples = step.global_num_samples * num_replicas // step.world_size
-            position, accumulate = step.step, step.accumulate
-        self.clock.tick(samples, ends_update=trainer.is_last_batch or (position + 1) % accumulate == 0)
+    def configure_callbacks(self) -> Sequence[Callback]:
+        if self.schedule_samples is None:
+            return []
+        return [SampleSchedule(cosine_with_warmup(self.schedule_samples, self.warmup_samples, self.min_lr_ratio))]
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        if self.schedule_samples is not None:
-            factor = cosine_factor(self.clock.samples, self.schedule_samples, self.warmup_samples, self.min_lr_ratio)
-            for group in optimizer.param_groups:
-                group["lr"] = self.lr * factor
         self.log("lr", optimizer.param_groups[0]["lr"], batch_size=1)
 
     def configure_optimizers(self) -> Optimizer:
@@ -146,12 +134,6 @@ class CausalLM(LightningModule):
             {"params": [parameter for parameter in trainable if parameter.ndim <= 1], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW([group for group in groups if group["params"]], lr=self.lr, betas=self.betas)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["sample_clock"] = self.clock.samples_updated
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.clock.restore(checkpoint.get("sample_clock", 0))
 
 
 def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

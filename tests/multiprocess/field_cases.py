@@ -24,7 +24,7 @@ from odb_lightning.models import CausalLM
 from tests.loader_data import IGNORED, Lengths, collate, pad
 from tests.multiprocess.evaluation_cases import TINY
 from tests.multiprocess.fitting import Shard, fit, make
-from tests.multiprocess.trainers import make_trainer
+from tests.multiprocess.trainers import make_trainer, schedule_of
 from tests.multiprocess.training_cases import LEARNING_RATE, MOMENTUM
 
 GROUP_SECONDS = 6
@@ -390,7 +390,7 @@ class Scheduled(CausalLM):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         super().on_before_optimizer_step(optimizer)
-        self.updates.append((self.clock.samples, optimizer.param_groups[0]["lr"]))
+        self.updates.append((schedule_of(self.trainer).samples, optimizer.param_groups[0]["lr"]))
 
 
 def schedules(num_ranks: int) -> list[dict[str, Any]]:
@@ -406,7 +406,7 @@ def schedules(num_ranks: int) -> list[dict[str, Any]]:
         results.append(
             {
                 "updates": module.updates,
-                "samples": module.clock.samples,
+                "samples": schedule_of(trainer).samples,
                 "last": trainer.optimizers[0].param_groups[0]["lr"],
                 "global_step": trainer.global_step,
                 "world_size": dist.get_world_size(),

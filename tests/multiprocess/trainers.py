@@ -6,6 +6,8 @@ from typing import Any
 
 import lightning
 
+from odb_lightning.callbacks import SampleSchedule
+
 
 def make_trainer(strategy: Any, **options: Any) -> lightning.Trainer:
     """One of two on CPU, for one epoch, without a sanity check; writes nothing."""
@@ -20,3 +22,9 @@ def make_trainer(strategy: Any, **options: Any) -> lightning.Trainer:
         "enable_model_summary": False,
     }
     return lightning.Trainer(strategy=strategy, **(defaults | options))
+
+
+def schedule_of(trainer: lightning.Trainer) -> SampleSchedule:
+    """The one that the trainer's module brought."""
+    (schedule,) = (callback for callback in trainer.callbacks if isinstance(callback, SampleSchedule))
+    return schedule

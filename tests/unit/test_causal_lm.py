@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from torchmetrics.text import Perplexity
 
 from odb_lightning.data import PadCollator
 from odb_lightning.models import CausalLM
-from odb_lightning.models.schedule import cosine_factor
 from odb_lightning.models.token_mean import TokenMean
+from tests.multiprocess.trainers import schedule_of
 
 # Lightning's own use of torch's pytree
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
@@ -187,7 +186,7 @@ def test_the_learning_rate_ends_at_the_same_value_for_every_batching():
         module = tiny(lr=0.1, schedule_samples=22, warmup_samples=4, min_lr_ratio=0.2)
         fit = trainer(max_epochs=2)
         fit.fit(module, Batches(samples(11), size), Batches(samples(2), 2))
-        ends.append((module.clock.samples, fit.optimizers[0].param_groups[0]["lr"], fit.callback_metrics["lr"].item()))
+        ends.append((schedule_of(fit).samples, fit.optimizers[0].param_groups[0]["lr"], fit.callback_metrics["lr"].item()))
     assert ends == [(22, pytest.approx(0.02), pytest.approx(0.02))] * 4
 
 
@@ -197,46 +196,15 @@ def test_the_learning_rate_is_constant_without_a_schedule():
     assert fit.optimizers[0].param_groups[0]["lr"] == 0.1
 
 
-def test_warm_up_then_cosine():
-    factors = [cosine_factor(n, 100, 10, 0.1) for n in (5, 10, 55, 100, 1000)]
-    assert factors == pytest.approx([0.5, 1.0, 0.55, 0.1, 0.1])
-    assert cosine_factor(1, 10, 0, 0.0) < 1.0 and cosine_factor(10, 10, 20, 0.0) == 0.5
-
-
-def test_samples_are_those_of_all_ranks_also_where_the_step_was_counted_on_one():
-    module = tiny()
-    batch = collate(samples(3))
-    stub = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 4}, is_last_batch=False, accumulate_grad_batches=1)
-    module.trainer = stub  # type: ignore[assignment]
-    for step_info, expected in (
-        (SimpleNamespace(global_num_samples=10, world_size=4, step=0, accumulate=1), 10),
-        (SimpleNamespace(global_num_samples=3, world_size=1, step=0, accumulate=1), 12),
-        (None, 12),
-    ):
-        stub.strategy = SimpleNamespace(step_info=step_info)
-        before = module.clock.samples
-        module.on_train_batch_start(batch, 0)
-        assert module.clock.samples - before == expected
-
-
-def test_a_checkpoint_counts_finished_windows_only_and_resuming_goes_on_from_there(tmp_path):
-    module, data = tiny(schedule_samples=100), samples(7)
-    fit = trainer(accumulate_grad_batches=2)
-    saved = []
-
-    def keep(*_: object) -> None:
-        checkpoint: dict[str, int] = {}
-        module.on_save_checkpoint(checkpoint)
-        saved.append(checkpoint["sample_clock"])
-
-    module.on_train_batch_end = keep  # type: ignore[method-assign]
-    fit.fit(module, Batches(data, 2), Batches(data, 4))
-    assert saved == [0, 4, 4, 7]
-    fit.save_checkpoint(tmp_path / "last.ckpt")
-    assert CausalLM.load_from_checkpoint(tmp_path / "last.ckpt").clock.samples == 7
-    again = tiny(schedule_samples=100)
-    trainer(max_epochs=2).fit(again, Batches(data, 2), Batches(data, 4), ckpt_path=tmp_path / "last.ckpt")
-    assert again.clock.samples == 14
+def test_the_learning_rate_goes_on_from_a_checkpoint(tmp_path):
+    data, options = samples(7), {"lr": 0.1, "schedule_samples": 14}
+    first, module = trainer(accumulate_grad_batches=2), tiny(**options)
+    first.fit(module, Batches(data, 2), Batches(data, 4))
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    assert (schedule_of(first).samples, first.callback_metrics["lr"].item()) == (7, pytest.approx(0.055))
+    again = trainer(max_epochs=2)
+    again.fit(tiny(**options), Batches(data, 2), Batches(data, 4), ckpt_path=tmp_path / "last.ckpt")
+    assert (schedule_of(again).samples, again.callback_metrics["lr"].item()) == (14, pytest.approx(0.01))
 
 
 def test_vectors_are_not_decayed_and_frozen_weights_are_not_optimized():

@@ -82,8 +82,8 @@ class TestLeaving:
         loader.close()
 
     def test_an_epoch_that_ends_at_its_limit_ends_without_a_word(self, capfd: pytest.CaptureFixture[str]) -> None:
-        """Where the workers are not kept, they are being ended as the loader is told to, too. Spawned: a fork has this process's
-        way to report what is raised in a finaliser."""
+        """Where the workers are not kept, they are being ended as the loader is told to, too. Spawned: a fork would report
+        what is raised in a finaliser as this process does."""
         loader = make_loader(Lengths([4] * 400), num_workers=2, persistent_workers=False, multiprocessing_context="spawn")
         loader.attach(rank=0, world_size=1, accumulate=1, max_steps=3)
         assert len(list(loader)) == 3
