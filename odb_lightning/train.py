@@ -224,6 +224,7 @@ def _quiet_libraries(accelerator: str) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns where it has to find that out
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r".*LeafSpec\)` is deprecated")
+    warnings.filterwarnings("ignore", message="The dirpath has changed")  # each run has a folder of its own
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     log.addFilter(lambda record: "Tip:" not in record.getMessage())
     logging.getLogger("compilers").setLevel(logging.WARNING)
