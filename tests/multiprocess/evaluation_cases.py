@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric
 
-from odb_lightning import ODBDataLoader, ODBSingleDeviceStrategy
+from odb_lightning import ODBDataLoader
 from odb_lightning.models import CausalLM
+from tests.multiprocess.fitting import make, num_ranks
 from tests.multiprocess.trainers import make_trainer
-from tests.multiprocess.training_cases import Samples, make_sample, make_strategy, pad
+from tests.multiprocess.training_cases import Samples, make_sample, pad
 
 TINY = {
     "model_type": "qwen3",
@@ -74,8 +75,7 @@ def make_model() -> Measured:
 
 
 def all_cases(strategy: str) -> dict[str, Any]:
-    num_ranks = 1 if strategy == "single" else 2
-    return {name: _case(strategy, *case) for name, case in CASES.items() if len(case[0]) == num_ranks}
+    return {name: _case(strategy, *case) for name, case in CASES.items() if len(case[0]) == num_ranks(strategy)}
 
 
 def _case(strategy: str, shards: list[list[int]], l_max: int) -> dict[str, Any]:
@@ -87,8 +87,7 @@ def _case(strategy: str, shards: list[list[int]], l_max: int) -> dict[str, Any]:
         return ODBDataLoader(Samples(), l_max=l_max, collate_fn=pad_with_mask, sampler=shard, **options)
 
     def trainer() -> lightning.Trainer:
-        made = ODBSingleDeviceStrategy() if strategy == "single" else make_strategy(strategy, "token", False)
-        return make_trainer(made, devices=len(shards))
+        return make_trainer(make(strategy), devices=len(shards))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

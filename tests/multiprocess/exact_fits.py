@@ -10,14 +10,13 @@ from typing import Any
 
 import lightning
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
 from odb_lightning import ODBDataLoader
 from odb_lightning.batch import StepInfo
-from tests.multiprocess.trainers import make_trainer
+from tests.multiprocess.trainers import everyone, make_trainer
 from tests.multiprocess.training_cases import (
     LEARNING_RATE,
     MOMENTUM,
@@ -164,15 +163,13 @@ def outcome(
     by_batch: bool = False,
 ) -> dict[str, Any]:
     """How far the parameters are from the reference's, and what was trained."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (model.steps, model.final))
-    ranks = [steps for steps, _ in everyone]
-    expected, num_updates = reference(ranks, model, accumulate, clip, network, by_batch)
+    ranks, finals = zip(*everyone((model.steps, model.final)), strict=True)
+    expected, num_updates = reference(list(ranks), model, accumulate, clip, network, by_batch)
     start = torch.cat([parameter.detach().flatten() for parameter in network(torch.float64).parameters()])
     return {
         "error": float((model.final.double() - expected).abs().max()),
         "moved": float((expected - start).abs().max()),
-        "spread": float(max((final - everyone[0][1]).abs().max() for _, final in everyone)),
+        "spread": float(max((final - finals[0]).abs().max() for final in finals)),
         "steps": model.steps,
         "idle": [info.is_idle for info in model.infos],
         "global_step": trainer.global_step,

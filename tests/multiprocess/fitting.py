@@ -1,25 +1,68 @@
-"""One fit on given shards, and what all ranks did in it."""
+"""Strategies by name, fits under several of them in the same processes, and one fit on given shards."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
-from odb_lightning import ODBDataLoader, ODBSingleDeviceStrategy
+from odb_lightning import (
+    ODBDataLoader,
+    ODBDDPStrategy,
+    ODBDeepSpeedStrategy,
+    ODBModelParallelStrategy,
+    ODBSingleDeviceStrategy,
+)
 from odb_lightning.batch import StepInfo
-from tests.multiprocess.trainers import make_trainer
-from tests.multiprocess.training_cases import _whole, make_strategy
+from tests.multiprocess.exact_fits import LIMIT
+from tests.multiprocess.trainers import everyone, make_trainer
+from tests.multiprocess.training_cases import _whole
 
+Groups = Sequence[Sequence[str]]
+"""Names of strategies; those of a group are run one after the other in the same processes."""
+ByCase = dict[str, list[Any]]
+"""The result of each rank."""
 Shard = list[list[int]]
 """A rank's samples, epoch by epoch."""
+
+_done: dict[tuple[str, str], ByCase] = {}
+
+
+def run_group(cases: str, groups: Groups, strategy: str, folder: Path, *, seconds: float) -> ByCase:
+    """What `module:function(strategy)` returned; with the first strategy of a group all of it is run, on the ranks it needs.
+
+    Starting ranks and importing DeepSpeed and transformers takes longer than most fits.
+    """
+    from tests.multiprocess.ranks import run_ranks  # the tests' side, which the ranks, who import this file, need not load
+
+    if (cases, strategy) not in _done:
+        (group,) = (group for group in groups if strategy in group)
+        ranks = run_ranks(
+            f"{__name__}:under_each", num_ranks(strategy), folder, seconds=seconds, cases=cases, strategies=list(group)
+        )
+        for name in group:
+            _done[cases, name] = {case: [rank.value[name][case] for rank in ranks] for case in ranks[0].value[name]}
+    return _done[cases, strategy]
+
+
+def under_each(cases: str, strategies: list[str]) -> dict[str, Any]:
+    """Run by every rank (see ranks.py)."""
+    module, function = cases.split(":")
+    run = getattr(importlib.import_module(module), function)
+    return {strategy: run(strategy) for strategy in strategies}
+
+
+def num_ranks(strategy: str) -> int:
+    return 1 if strategy == "single" else 2
 
 
 class ByEpoch:
@@ -72,11 +115,28 @@ class Fit:
         return float((self.final.double() - expected).norm() / (expected - initial).norm())
 
 
-def make(strategy: str, loss_scaling: str = "token") -> Any:
-    """One of `make_strategy`, or "single"."""
+def make(strategy: str, **options: Any) -> Any:
+    """An ODB strategy: "single", "ddp", "fsdp2", or "zero" with its stage. ZeRO-3 shards the smallest parameters, too."""
     if strategy == "single":
-        return ODBSingleDeviceStrategy(loss_scaling=loss_scaling)  # type: ignore[arg-type]
-    return make_strategy(strategy, loss_scaling, False)
+        return ODBSingleDeviceStrategy(**options)
+    options = {"timeout": LIMIT} | options
+    if strategy == "ddp":
+        return ODBDDPStrategy(**options)
+    if strategy == "fsdp2":
+        return ODBModelParallelStrategy(**options)
+    made = ODBDeepSpeedStrategy(stage=int(strategy.removeprefix("zero")), **options)
+    made.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return made
+
+
+def shard_for(strategy: str) -> Any:
+    """What shards a module with `make_network` in its `configure_model`, if the strategy wants it sharded there."""
+    return _shard if strategy == "fsdp2" else None
+
+
+def _shard(module: Any) -> None:
+    for part in (module.network[1], module.network):
+        fully_shard(part, mesh=module.device_mesh["data_parallel"])
 
 
 def fit(
@@ -97,7 +157,7 @@ def fit(
     rank = int(os.environ["RANK"])
     watch = Watch()
     trainer = make_trainer(
-        make(strategy, loss_scaling) if isinstance(strategy, str) else strategy,
+        make(strategy, loss_scaling=loss_scaling) if isinstance(strategy, str) else strategy,
         devices=len(shards),
         max_epochs=len(shards[0]),
         accumulate_grad_batches=accumulate,
@@ -116,12 +176,11 @@ def fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, loader)
-    everyone = _everyone([(info.epoch, info.step, list(info.sample_ids)) for info in watch.infos])
     windows: dict[tuple[int, int], list[int]] = {}
-    for steps in everyone:
+    for steps in everyone([(info.epoch, info.step, list(info.sample_ids)) for info in watch.infos]):
         for epoch, step, sample_ids in steps:
             windows.setdefault((epoch, step // accumulate), []).extend(sample_ids)
-    finals = _everyone(watch.final)
+    finals = everyone(watch.final)
     return Fit(
         windows=[windows[key] for key in sorted(windows)],
         is_idle=[[info.is_idle for info in watch.infos if info.epoch == epoch] for epoch in range(len(shards[0]))],
@@ -129,12 +188,3 @@ def fit(
         spread=float(max((final.double() - finals[0].double()).abs().max() for final in finals)),
         trainer=trainer,
     )
-
-
-def _everyone(value: Any) -> list[Any]:
-    """Each rank's."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

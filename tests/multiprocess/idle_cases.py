@@ -56,6 +56,7 @@ class Delicate(Model):
         self.bad = bad
         self.mean, self.sum, self.cat = MeanMetric(), SumMetric(), CatMetric()
         self.of_step, self.since_reset = SumMetric(dist_sync_on_step=True), SumMetric(sync_on_compute=False)
+        self.by_hook = SumMetric()
         self.register_buffer("added", torch.zeros(()))
         self.register_buffer("assigned", torch.zeros(()))
         self.computed: list[list[float]] = []
@@ -77,6 +78,14 @@ class Delicate(Model):
     def on_train_start(self) -> None:
         seed(self.global_rank)
 
+    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        """Augments, and so draws."""
+        self.drawn_before = draw(self.dropout)
+        return batch
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.by_hook.update(len(batch["input_ids"]))
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         is_idle = self.trainer.strategy.step_info.is_idle
         logits = self.network(batch["input_ids"]) * (self.bad if is_idle else 1.0)
@@ -97,7 +106,7 @@ class Delicate(Model):
         dist.all_reduce(total)
         self.gathered.append([*total.tolist(), *self.all_gather(torch.tensor(float(self.global_rank))).tolist()])
         if not is_idle:
-            self.drawn.append(drawn)
+            self.drawn += [self.drawn_before, drawn]
             self.rows += len(rows)
             self.rows_since_reset += len(rows)
         if batch_idx == 1:
@@ -109,6 +118,7 @@ class Delicate(Model):
         is_idle = self.trainer.strategy.step_info.is_idle
         self.log("by_hook", 99.0 if is_idle else 1.0, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
         assert self.trainer.strategy.reduce_boolean_decision(True, all=True)
+        self.by_hook(len(batch["input_ids"]))
         self.computed[-1].append(float(self.sum.compute()))  # cached on all ranks or on none
 
     def on_train_epoch_end(self) -> None:
@@ -157,5 +167,6 @@ def _case(strategy: str, name: str, bad: float) -> dict[str, Any]:
         "left": float(module.since_reset.compute()),
         "buffers": [float(module.added), float(module.assigned)],
         "counted": [float(module.sum.sum_value), len(torch.cat(module.cat.value))],
+        "counted_by_hooks": float(module.by_hook.sum_value),
         "metrics": {key: float(value) for key, value in done.trainer.callback_metrics.items()},
     }

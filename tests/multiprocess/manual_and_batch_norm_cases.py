@@ -9,19 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from odb_lightning import ODBDDPStrategy, ODBDeepSpeedStrategy, ODBModelParallelStrategy
 from tests.multiprocess.exact_fits import LIMIT, Batch, Model, fit, odb_loader, outcome, plain_loader, refusal
+from tests.multiprocess.fitting import make, num_ranks, shard_for
 from tests.multiprocess.strategy_variant_cases import FSDP1Model, FSDP1OnCPU
 from tests.multiprocess.training_cases import VOCABULARY, make_network
-
-
-def _strategy(name: str, **options: Any) -> Any:
-    if name == "ddp":
-        return ODBDDPStrategy(timeout=LIMIT, **options)
-    if name == "fsdp2":
-        return ODBModelParallelStrategy(timeout=LIMIT, **options)
-    return ODBDeepSpeedStrategy(stage=int(name[-1]), timeout=LIMIT, **options)
-
 
 # --- manual optimization ---
 
@@ -75,17 +66,14 @@ MANUAL: dict[str, dict[str, Any]] = {
 """Samples 5 and 6 have no target."""
 
 
-def _shard(model: Any) -> None:
-    for part in (model.network[1], model.network):
-        fully_shard(part, mesh=model.device_mesh["data_parallel"])
-
-
 def manual(strategy: str) -> dict[str, Any]:
+    """On one device with the samples of both ranks."""
     results = {}
     for name, case in MANUAL.items():
-        model = ManualModel(shard=_shard if strategy == "fsdp2" else None)
-        loader = odb_loader(case["shards"], accumulate=case.get("accumulate"))
-        trainer = fit(_strategy(strategy), model, loader, max_epochs=case.get("max_epochs", 1))
+        shards = case["shards"] if num_ranks(strategy) == 2 else [[index for shard in case["shards"] for index in shard]]
+        options = {"max_epochs": case.get("max_epochs", 1), "devices": num_ranks(strategy)}
+        model = ManualModel(shard=shard_for(strategy))
+        trainer = fit(make(strategy), model, odb_loader(shards, accumulate=case.get("accumulate")), **options)
         results[name] = outcome(trainer, model, accumulate=case.get("accumulate", 1))
     return results
 
@@ -98,19 +86,19 @@ def manual_with_ddp() -> dict[str, Any]:
 def _two_backwards() -> dict[str, Any]:
     model = TwoBackwards(network=make_counting)
     loader = odb_loader([[0, 1, 2, 3, 4, 8, 9], [10, 7]])
-    trainer = fit(_strategy("ddp", broadcast_buffers=False), model, loader)
+    trainer = fit(make("ddp", broadcast_buffers=False), model, loader)
     return outcome(trainer, model, network=make_counting) | {"calls": int(model.network.calls)}
 
 
 def two_backwards_with_deepspeed() -> str:
     """The refusal."""
-    return refusal(lambda: fit(_strategy("zero2"), TwoBackwards(), odb_loader([[0, 1], [10]])))
+    return refusal(lambda: fit(make("zero2"), TwoBackwards(), odb_loader([[0, 1], [10]])))
 
 
 def _counted_by_the_strategy() -> dict[str, Any]:
     model = ManualModel()
     loader = plain_loader([[[7], [9, 8, 11], [3, 2, 1]], [[10, 12, 13], [7, 9], [1]]])
-    return outcome(fit(_strategy("ddp", denominator="strategy"), model, loader), model)
+    return outcome(fit(make("ddp", denominator="strategy"), model, loader), model)
 
 
 # --- BatchNorm ---
@@ -154,13 +142,17 @@ BATCH_NORM: dict[str, tuple[Any, list[list[int]]]] = {
 }
 
 
+def _shard_whole(model: Any) -> None:
+    fully_shard(model.network, mesh=model.device_mesh["data_parallel"])
+
+
 def batch_norm(strategy: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, (network, shards) in BATCH_NORM.items():
-        model = Model(classification, network=network)
+        model = Model(classification, network=network, shard=_shard_whole if strategy == "fsdp2" else None)
         # A real batch of a single row is the user's own affair.
         loader = odb_loader(shards, l_max=24, max_rows=2, num_supervised_fn=lambda batch: len(batch["index"]))
-        trainer = fit(_strategy(strategy), model, loader)
+        trainer = fit(make(strategy), model, loader)
         results[name] = outcome(trainer, model, network=network, by_batch=True) | {
             "tracked": int(model.network.norm.num_batches_tracked)
         }
@@ -177,6 +169,6 @@ def sync_batch_norm() -> dict[str, Any]:
     shards = [[0, 1], [2]]
     converted = FSDP1Model(network=make_normed_by_rows)
     return {  # DDP refuses it on CPU by itself
-        "in the module": refusal(lambda: fit(_strategy("zero2"), Synced(), odb_loader(shards))),
+        "in the module": refusal(lambda: fit(make("zero2"), Synced(), odb_loader(shards))),
         "by the trainer": refusal(lambda: fit(FSDP1OnCPU(timeout=LIMIT), converted, odb_loader(shards), sync_batchnorm=True)),
     }

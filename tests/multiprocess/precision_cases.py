@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from odb_lightning.callbacks import RunSummary
 from odb_lightning.models import CausalLM
 from tests.multiprocess.evaluation_cases import TINY, pad_with_mask
-from tests.multiprocess.fitting import fit, make
+from tests.multiprocess.fitting import fit, make, num_ranks
+from tests.multiprocess.trainers import schedule_of
 from tests.multiprocess.training_cases import LENGTHS, Model, Samples, _flat, make_network, pad, reference, token_losses
 
 # Rank 1 has fewer; in one process one after the other.
@@ -97,20 +98,21 @@ class Overflowing(CausalLM):
         return loss * float("inf") if batch_idx == 2 and self.global_rank == 0 else loss
 
 
-def all_cases(strategy: str, num_ranks: int) -> dict[str, Any]:
+def all_cases(strategy: str) -> dict[str, Any]:
     """Every precision that the strategy has on CPU; without scale under DDP alone, to see what the comparison can tell."""
-    results: dict[str, Any] = {"clipped": clipped(strategy, num_ranks)}
+    ranks = num_ranks(strategy)
+    results: dict[str, Any] = {"clipped": clipped(strategy, ranks)}
     precisions = ["32-true", "bf16-mixed", "bf16-true"] + (["16-mixed"] if strategy in ("single", "ddp") else [])
     for precision in precisions:
-        results[precision] = exactness(strategy, num_ranks, precision)
+        results[precision] = exactness(strategy, ranks, precision)
         if strategy == "ddp":
-            results[f"{precision}, no scale"] = exactness(strategy, num_ranks, precision, loss_scaling="none")
-        results[f"{precision}, multiplier"] = multiplier(strategy, num_ranks, precision)
-    if strategy in ("single", "ddp", "zero2"):
-        results["overflow"] = overflow(strategy, num_ranks)
+            results[f"{precision}, no scale"] = exactness(strategy, ranks, precision, loss_scaling="none")
+        results[f"{precision}, multiplier"] = multiplier(strategy, ranks, precision)
+    if strategy != "fsdp2":  # which has no scaler on CPU
+        results["overflow"] = overflow(strategy, ranks)
     if strategy.startswith("zero"):
         try:
-            exactness(strategy, num_ranks, "16-mixed")
+            exactness(strategy, ranks, "16-mixed")
         except ValueError as error:
             results["refusal of 16-mixed"] = str(error)
     return results
@@ -208,7 +210,7 @@ def overflow(strategy: str, num_ranks: int) -> dict[str, Any]:
     return {
         "steps": summary.figures["steps"],
         "updates": summary.figures["updates"],
-        "samples": module.clock.samples,
+        "samples": schedule_of(done.trainer).samples,
         "lr": done.trainer.optimizers[0].param_groups[0]["lr"],
         "spread": done.spread,
         "is_finite": bool(done.final.isfinite().all()),

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch.distributed.fsdp import fully_shard
 
-from odb_lightning import ODBDDPStrategy, ODBDeepSpeedStrategy, ODBModelParallelStrategy
 from tests.multiprocess.exact_fits import (
-    LIMIT,
     Model,
     fit,
     odb_loader,
@@ -21,6 +18,7 @@ from tests.multiprocess.exact_fits import (
     unshifted,
     weighted,
 )
+from tests.multiprocess.fitting import make, num_ranks, shard_for
 
 # Of unequal sizes and lengths; samples 5 and 6 have no target.
 RANK_0 = [[7], [9, 8, 11], [3, 2, 1], [0, 4, 10], [12], [13, 5]]
@@ -54,22 +52,6 @@ CASES: dict[str, dict[str, Any]] = {
 WRONG = {"none": {"batches": BATCHES, "accumulate": 2, "options": {"loss_scaling": "none", "denominator": "loader"}}}
 
 
-def _shard(model: Any) -> None:
-    for part in (model.network[1], model.network):
-        fully_shard(part, mesh=model.device_mesh["data_parallel"])
-
-
-def make_strategy(name: str, **options: Any) -> Any:
-    options = {"timeout": LIMIT, "denominator": "strategy"} | options
-    if name == "ddp":
-        return ODBDDPStrategy(**options)
-    if name == "fsdp2":
-        return ODBModelParallelStrategy(**options)
-    strategy = ODBDeepSpeedStrategy(stage=int(name[-1]), **options)
-    strategy.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return strategy
-
-
 def _fit(
     strategy: str,
     batches: list[list[list[int]]],
@@ -81,24 +63,24 @@ def _fit(
     model: Model | None = None,
     **trainer: Any,
 ) -> dict[str, Any]:
-    model = model or Model(shard=_shard if strategy == "fsdp2" else None)
+    model = model or Model(shard=shard_for(strategy))
     if options == WRONG["none"]["options"]:
         # Without counts there is no step_info, either.
         model.on_train_batch_end = lambda outputs, batch, step: model.steps.append((0, step, batch["index"].tolist()))
     done = fit(
-        make_strategy(strategy, **(options or {})),
+        make(strategy, **({"denominator": "strategy"} | (options or {}))),
         model,
         plain_loader(batches, is_sized),
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
         limit_train_batches=limit,
-        **trainer,
+        **({"devices": num_ranks(strategy)} | trainer),
     )
     return outcome(done, model, accumulate=accumulate, clip=clip)
 
 
 def all_cases(strategy: str) -> dict[str, Any]:
-    """One fit after the other in the same processes."""
+    """One fit after the other in the same processes; on one device, with the batches of rank 0."""
     return {name: _fit(strategy, **case) for name, case in (CASES | WRONG).items()}
 
 
@@ -133,10 +115,10 @@ def more_cases() -> dict[str, Any]:
 def _with_odb_loader() -> dict[str, Any]:
     model = Model()
     loader = odb_loader([[0, 1, 2, 3, 4, 8], [10, 7]])
-    return outcome(fit(make_strategy("ddp"), model, loader, accumulate_grad_batches=4), model, accumulate=4)
+    return outcome(fit(make("ddp", denominator="strategy"), model, loader, accumulate_grad_batches=4), model, accumulate=4)
 
 
 def _scheduled() -> dict[str, Any]:
     model, scheduler = Model(), GradientAccumulationScheduler({0: 3, 1: 1, 2: 2})
-    trainer = fit(make_strategy("ddp"), model, plain_loader(BATCHES), max_epochs=3, callbacks=[scheduler])
+    trainer = fit(make("ddp", denominator="strategy"), model, plain_loader(BATCHES), max_epochs=3, callbacks=[scheduler])
     return outcome(trainer, model, accumulate=scheduler.get_accumulate_grad_batches)

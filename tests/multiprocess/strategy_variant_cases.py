@@ -8,25 +8,26 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import _common_utils as fsdp_internals
 
-from odb_lightning import ODBDDPStrategy, ODBDeepSpeedStrategy, ODBFSDPStrategy, ODBStrategyMixin
+from odb_lightning import ODBDDPStrategy, ODBFSDPStrategy, ODBStrategyMixin
 from tests.multiprocess.exact_fits import (
     LIMIT,
     Model,
-    causal,
     fit,
     odb_loader,
     outcome,
     per_sample,
+    plain_loader,
     refusal,
     target_weights,
     unshifted,
     weighted,
 )
+from tests.multiprocess.fitting import make, shard_for
 from tests.multiprocess.training_cases import LEARNING_RATE, make_network
 
 CASES: dict[str, dict[str, Any]] = {
@@ -59,12 +60,6 @@ class Branching(nn.Module):
         if chosen.any():
             hidden = hidden + self.extra(hidden) * chosen[:, None, None]
         return self.trunk[1:](hidden)
-
-
-class BranchingModel(Model):
-    """Without momentum, which moves a parameter of gradient zero (where a stand-in used it), but none of no gradient."""
-
-    momentum = 0.0
 
 
 def make_branching(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -148,24 +143,26 @@ class FSDP1GPUFlatModel(_OfFlatParameters, FSDP1GPUModel):
     pass
 
 
-def _zero(stage: int) -> ODBDeepSpeedStrategy:
-    strategy = ODBDeepSpeedStrategy(stage=stage, timeout=LIMIT, offload_optimizer=stage > 0)
-    if stage > 0:
-        strategy.config["zero_force_ds_cpu_optimizer"] = False
-        strategy.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return strategy
+def _offloaded(strategy: str, **options: Any) -> Any:
+    """ZeRO with the optimizer, and if so told the parameters, kept on the CPU. A torch optimizer: DeepSpeed's own would be
+    compiled first."""
+    made = make(strategy, offload_optimizer=True, **options)
+    made.config["zero_force_ds_cpu_optimizer"] = False
+    return made
 
 
 VARIANTS: dict[str, tuple[Callable[[], Any], Callable[[], Model], Callable[..., nn.Module]]] = {
     "a DDP of the user's, find_unused_parameters": (
         lambda: MyDDP(find_unused_parameters=True, timeout=LIMIT),
-        lambda: BranchingModel(network=make_branching),
+        lambda: Model(network=make_branching),
         make_branching,
     ),
     "DDP, static_graph": (lambda: ODBDDPStrategy(static_graph=True, timeout=LIMIT), Model, make_network),
-    "ZeRO 0": (lambda: _zero(0), Model, make_network),
-    "ZeRO 2, offloaded": (lambda: _zero(2), Model, make_network),
-    "ZeRO 3, offloaded": (lambda: _zero(3), Model, make_network),
+    "ZeRO 0": (lambda: make("zero0"), Model, make_network),
+    "ZeRO 1, optimizer offloaded": (lambda: _offloaded("zero1"), Model, make_network),
+    "ZeRO 2, optimizer offloaded": (lambda: _offloaded("zero2"), Model, make_network),
+    "ZeRO 3, optimizer offloaded": (lambda: _offloaded("zero3"), Model, make_network),
+    "ZeRO 3, parameters and optimizer offloaded": (lambda: _offloaded("zero3", offload_parameters=True), Model, make_network),
     "FSDP1, original parameters": (lambda: FSDP1OnCPU(timeout=LIMIT), FSDP1Model, make_network),
     "FSDP1, flat parameters": (
         lambda: FSDP1OnCPU(timeout=LIMIT, use_orig_params=False),
@@ -217,37 +214,70 @@ def _fit(
     made = model()
     options |= {"accumulate_grad_batches": accumulate, "max_epochs": max_epochs, "gradient_clip_val": clip}
     trainer = fit(strategy(), made, odb_loader(shards), **options)
-    return outcome(trainer, made, accumulate=accumulate, network=network, clip=clip)
+    (optimizer,) = trainer.optimizers
+    return outcome(trainer, made, accumulate=accumulate, network=network, clip=clip) | {
+        "offloaded": [name for name in ("cpu_offload", "offload_optimizer", "offload_param") if getattr(optimizer, name, False)]
+    }
 
 
-OBJECTIVES: dict[str, tuple[Model, dict[str, Any], dict[str, Any]]] = {
-    "a dict": (Model(causal, lambda total, weight: {"loss": total / weight, "more": 1}), {}, {}),
-    "a sum": (Model(causal, lambda total, weight: total), {"loss_reduction": "sum"}, {}),
-    "unshifted": (Model(unshifted), {}, {"num_supervised_fn": "unshifted"}),
-    "weighted": (Model(weighted), {}, {"num_supervised_fn": lambda batch: float(target_weights(batch).sum())}),
-    "samples": (Model(per_sample), {"loss_scaling": "sample"}, {}),
-    "a sum over samples": (Model(per_sample, lambda total, _: total), {"loss_scaling": "sample", "loss_reduction": "sum"}, {}),
+OBJECTIVES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "a dict": ({"returns": lambda total, weight: {"loss": total / weight, "more": 1}}, {}, {}),
+    "a sum": ({"returns": lambda total, _: total}, {"loss_reduction": "sum"}, {}),
+    "unshifted": ({"objective": unshifted}, {}, {"num_supervised_fn": "unshifted"}),
+    "weighted": ({"objective": weighted}, {}, {"num_supervised_fn": lambda batch: float(target_weights(batch).sum())}),
+    "samples": ({"objective": per_sample}, {"loss_scaling": "sample"}, {}),
+    "a sum over samples": (
+        {"objective": per_sample, "returns": lambda total, _: total},
+        {"loss_scaling": "sample", "loss_reduction": "sum"},
+        {},
+    ),
 }
+"""Options of the module, the strategy and the loader."""
+UNEQUAL = [[0, 1, 2, 3, 4, 8, 9], [10, 7]]
+NEVER_IDLE = [[0, 1, 4], [10, 12, 13]]
+"""Of which no two fit in a batch, with 3, 9 and 12, and 12, 5 and 7 targets (less those in the first column)."""
 
 
-def objectives() -> dict[str, Any]:
-    """Kinds of losses under DDP, with idle steps and windows of two; and windows that change from epoch to epoch."""
+def objectives(strategy: str) -> dict[str, Any]:
+    """Kinds of losses, with idle steps and windows of two; and windows that change from epoch to epoch, which Lightning refuses
+    under DeepSpeed."""
     results = {}
-    for name, (model, options, loader_options) in OBJECTIVES.items():
-        loader = odb_loader([[0, 1, 2, 3, 4, 8, 9], [10, 7]], **loader_options)
-        trainer = fit(ODBDDPStrategy(timeout=LIMIT, **options), model, loader, accumulate_grad_batches=2)
+    for name, (options, strategy_options, loader_options) in OBJECTIVES.items():
+        model = Model(**options, shard=shard_for(strategy))
+        loader = odb_loader(UNEQUAL, l_max=24, **loader_options)
+        trainer = fit(make(strategy, **strategy_options), model, loader, accumulate_grad_batches=2)
         results[name] = outcome(trainer, model, accumulate=2)
-    return results | {"scheduled": _scheduled()}
+    if not strategy.startswith("zero"):
+        results["scheduled"] = _scheduled(strategy)
+    return results | {"unscaled": _unscaled(strategy)}
 
 
-def _scheduled() -> dict[str, Any]:
-    scheduler, model = GradientAccumulationScheduler({0: 3, 2: 1, 3: 2}), Model()
-    loader = odb_loader([[0, 1, 2, 3, 4, 8, 9], [10, 7]])
-    trainer = fit(ODBDDPStrategy(timeout=LIMIT), model, loader, max_epochs=4, callbacks=[scheduler])
+def _scheduled(strategy: str) -> dict[str, Any]:
+    scheduler, model = GradientAccumulationScheduler({0: 3, 2: 1, 3: 2}), Model(shard=shard_for(strategy))
+    trainer = fit(make(strategy), model, odb_loader(UNEQUAL), max_epochs=4, callbacks=[scheduler])
     return outcome(trainer, model, accumulate=scheduler.get_accumulate_grad_batches)
+
+
+class PlainModel(Model):
+    """For strategies of Lightning's, which know nothing of the step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+
+def _unscaled(strategy: str) -> dict[str, Any]:
+    """Three steps in windows of two; besides, how far the parameters are from those after the same batches under a strategy of
+    Lightning's: for DeepSpeed, which Lightning has on GPUs alone, under DDP."""
+    model = Model(shard=shard_for(strategy))
+    trainer = fit(make(strategy, loss_scaling="none"), model, odb_loader(NEVER_IDLE), accumulate_grad_batches=2)
+    result = outcome(trainer, model, accumulate=2)
+    plain = PlainModel(shard=shard_for(strategy))
+    plain_strategy = ModelParallelStrategy(2, 1) if strategy == "fsdp2" else DDPStrategy(timeout=LIMIT)
+    batches = [ids for _, _, ids in model.steps]
+    fit(plain_strategy, plain, plain_loader([batches] * 2), accumulate_grad_batches=2)
+    return result | {"from_lightning": float((model.final - plain.final).abs().max())}
 
 
 def deepspeed_and_a_schedule() -> str:
     """Lightning's refusal."""
     scheduler = GradientAccumulationScheduler({0: 1, 1: 2})
-    return refusal(lambda: fit(_zero(0), Model(), odb_loader([[0, 1], [2]]), max_epochs=2, callbacks=[scheduler]))
+    return refusal(lambda: fit(make("zero0"), Model(), odb_loader([[0, 1], [2]]), max_epochs=2, callbacks=[scheduler]))

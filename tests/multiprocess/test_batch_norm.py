@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.multiprocess.fitting import ByCase, run_group
 from tests.multiprocess.manual_and_batch_norm_cases import BATCH_NORM
 from tests.multiprocess.ranks import run_ranks
 
 CASES_FILE = "tests.multiprocess.manual_and_batch_norm_cases"
+GROUPS = [["ddp"], ["zero1", "zero2", "zero3"], ["fsdp2"]]
 ROUNDING = 1e-5  # float32 against float64; of two rows a BatchNorm makes almost signs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(100)]
 
 
-@pytest.fixture(scope="module", params=["ddp", "zero2"])
-def fits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, list[Any]]]:
+@pytest.fixture(scope="module", params=[strategy for group in GROUPS for strategy in group])
+def fits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ByCase]:
     folder = tmp_path_factory.mktemp(request.param)
-    ranks = run_ranks(f"{CASES_FILE}:batch_norm", 2, folder, seconds=90, strategy=request.param)
-    return request.param, {name: [rank.value[name] for rank in ranks] for name in ranks[0].value}
+    return request.param, run_group(f"{CASES_FILE}:batch_norm", GROUPS, request.param, folder, seconds=90)
 
 
 @pytest.mark.parametrize("case", BATCH_NORM)
-def test_an_idle_rank_takes_part_and_its_stand_in_goes_into_no_statistics(
-    fits: tuple[str, dict[str, list[Any]]], case: str
-) -> None:
+def test_an_idle_rank_takes_part_and_its_stand_in_goes_into_no_statistics(fits: tuple[str, ByCase], case: str) -> None:
     strategy, results = fits
     for rank, result in enumerate(results[case]):
         assert result["error"] < ROUNDING

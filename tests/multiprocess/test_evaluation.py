@@ -8,26 +8,22 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.evaluation_cases import ALL, CASES, reference
-from tests.multiprocess.ranks import run_ranks
+from tests.multiprocess.fitting import run_group
 from tests.multiprocess.training_cases import LENGTHS
 
-STRATEGIES = {"single": 1, "ddp": 2, "zero3": 2, "fsdp2": 2}
-"""With the number of ranks."""
+GROUPS = [["single"], ["ddp"], ["zero0", "zero1", "zero2", "zero3"], ["fsdp2"]]
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
 
 Evaluated = list[tuple[list[int], dict[str, Any]]]
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
+@pytest.fixture(scope="module", params=[strategy for group in GROUPS for strategy in group])
 def evaluated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Evaluated]:
     """By case, each rank's samples and what it got."""
     folder = tmp_path_factory.mktemp(request.param)
-    function = "tests.multiprocess.evaluation_cases:all_cases"
-    ranks = run_ranks(function, STRATEGIES[request.param], folder, seconds=150, strategy=request.param)
-    return {
-        name: [(shard, rank.value[name]) for shard, rank in zip(CASES[name][0], ranks, strict=True)] for name in ranks[0].value
-    }
+    results = run_group("tests.multiprocess.evaluation_cases:all_cases", GROUPS, request.param, folder, seconds=180)
+    return {name: list(zip(CASES[name][0], ranks, strict=True)) for name, ranks in results.items()}
 
 
 @pytest.fixture(scope="module")

@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
+from tests.multiprocess.fitting import ByCase, run_group
 from tests.multiprocess.idle_cases import SHARDS
-from tests.multiprocess.ranks import run_ranks
 
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
+GROUPS = [["ddp"], ["zero0", "zero1", "zero2", "zero3"], ["fsdp2"]]
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
-def fits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+@pytest.fixture(scope="module", params=[strategy for group in GROUPS for strategy in group])
+def fits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ByCase:
     """Per case the result of each rank."""
     folder = tmp_path_factory.mktemp(request.param)
-    ranks = run_ranks("tests.multiprocess.idle_cases:all_cases", 2, folder, seconds=150, strategy=request.param)
-    return {name: [rank.value[name] for rank in ranks] for name in ranks[0].value}
+    return run_group("tests.multiprocess.idle_cases:all_cases", GROUPS, request.param, folder, seconds=180)
 
 
 @pytest.mark.parametrize("case", SHARDS)
@@ -42,10 +41,10 @@ def test_infinity_and_nan_of_an_idle_step_stay_out_of_the_parameters(fits: Any, 
 
 @pytest.mark.parametrize("case", SHARDS)
 def test_random_numbers_are_those_of_a_run_without_idle_steps(fits: Any, case: str) -> None:
-    """Of torch (a dropout mask, too), numpy and Python."""
+    """Of torch (a dropout mask, too), numpy and Python; in the step, and where the batch comes to the device."""
     for rank in fits[case]:
         assert rank["drawn"] == rank["undisturbed"]
-        assert len(rank["drawn"]) == sum(not idle for epoch in rank["is_idle"] for idle in epoch)
+        assert len(rank["drawn"]) == 2 * sum(not idle for epoch in rank["is_idle"] for idle in epoch)
 
 
 @pytest.mark.parametrize("case", SHARDS)
@@ -54,6 +53,7 @@ def test_metrics_of_the_module_count_nothing(fits: Any, case: str) -> None:
     for rank in fits[case]:
         assert rank["counted"] == [rank["rows"], rank["rows"]]
         assert rank["metrics"]["mean_of_rows"] == 1.0
+        assert rank["counted_by_hooks"] == 2 * rank["rows"], "by an update before the step, and a call after it"
 
 
 @pytest.mark.parametrize("case", SHARDS)

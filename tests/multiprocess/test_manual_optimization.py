@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.multiprocess.fitting import ByCase, run_group
 from tests.multiprocess.manual_and_batch_norm_cases import MANUAL
 from tests.multiprocess.ranks import run_ranks
 
+CASES_FILE = "tests.multiprocess.manual_and_batch_norm_cases"
+GROUPS = [["single"], ["ddp"], ["zero0", "zero1", "zero2", "zero3"], ["fsdp2"]]
 ROUNDING = 2e-6  # float32 parameters against a float64 reference, a few updates
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(100)]
 
 
-def _results(function: str, folder: Path, **arguments: Any) -> dict[str, list[Any]]:
-    ranks = run_ranks(f"tests.multiprocess.manual_and_batch_norm_cases:{function}", 2, folder, seconds=90, **arguments)
-    return {name: [rank.value[name] for rank in ranks] for name in ranks[0].value}
-
-
-@pytest.fixture(scope="module", params=["ddp", "zero2", "fsdp2"])
-def fits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return _results("manual", tmp_path_factory.mktemp(request.param), strategy=request.param)
+@pytest.fixture(scope="module", params=[strategy for group in GROUPS for strategy in group])
+def fits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ByCase]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, run_group(f"{CASES_FILE}:manual", GROUPS, request.param, folder, seconds=90)
 
 
 @pytest.fixture(scope="module")
-def with_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return _results("manual_with_ddp", tmp_path_factory.mktemp("more"))
+def with_ddp(tmp_path_factory: pytest.TempPathFactory) -> ByCase:
+    ranks = run_ranks(f"{CASES_FILE}:manual_with_ddp", 2, tmp_path_factory.mktemp("more"), seconds=90)
+    return {name: [rank.value[name] for rank in ranks] for name in ranks[0].value}
 
 
 @pytest.mark.parametrize("case", MANUAL)
-def test_the_update_is_the_mean_over_all_its_targets(fits: dict[str, list[Any]], case: str) -> None:
-    for rank in fits[case]:
+def test_the_update_is_the_mean_over_all_its_targets(fits: tuple[str, ByCase], case: str) -> None:
+    strategy, results = fits
+    for rank in results[case]:
         assert rank["error"] < ROUNDING
         assert rank["spread"] == 0.0
         assert rank["moved"] > 1e-2
-    assert any(any(rank["idle"]) for rank in fits[case])
+        windows = {(epoch, step // MANUAL[case].get("accumulate", 1)) for epoch, step, _ in rank["steps"]}
+        assert (rank["updates"] < len(windows)) == ("without targets" in case)
+    assert any(any(rank["idle"]) for rank in results[case]) == (strategy != "single")
 
 
-def test_several_backwards_in_a_step(with_ddp: dict[str, list[Any]]) -> None:
+def test_several_backwards_in_a_step(with_ddp: ByCase) -> None:
     """All of their forwards are without a trace in an idle step."""
     for rank in with_ddp["two backwards"]:
         assert rank["error"] < ROUNDING
@@ -49,13 +51,12 @@ def test_several_backwards_in_a_step(with_ddp: dict[str, list[Any]]) -> None:
 
 def test_several_backwards_in_a_step_are_refused_under_deepspeed(tmp_path: Path) -> None:
     """Of which the last alone would count."""
-    function = "tests.multiprocess.manual_and_batch_norm_cases:two_backwards_with_deepspeed"
-    for rank in run_ranks(function, 2, tmp_path, seconds=60):
+    for rank in run_ranks(f"{CASES_FILE}:two_backwards_with_deepspeed", 2, tmp_path, seconds=60):
         assert rank.value.startswith("RuntimeError: DeepSpeed takes one backward in a training_step")
         assert "Add the losses" in rank.value
 
 
-def test_the_strategy_may_count(with_ddp: dict[str, list[Any]]) -> None:
+def test_the_strategy_may_count(with_ddp: ByCase) -> None:
     for rank in with_ddp["counted by the strategy"]:
         assert rank["error"] < ROUNDING
         assert rank["moved"] > 1e-2

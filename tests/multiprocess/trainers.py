@@ -1,10 +1,11 @@
-"""The trainer of a rank."""
+"""The trainer of a rank, and what is known of all of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import lightning
+import torch.distributed as dist
 
 from odb_lightning.callbacks import SampleSchedule
 
@@ -28,3 +29,12 @@ def schedule_of(trainer: lightning.Trainer) -> SampleSchedule:
     """The one that the trainer's module brought."""
     (schedule,) = (callback for callback in trainer.callbacks if isinstance(callback, SampleSchedule))
     return schedule
+
+
+def everyone(value: Any) -> list[Any]:
+    """Each rank's; of one device, which has no process group, its own."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

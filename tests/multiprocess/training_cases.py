@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from odb_lightning import ODBDataLoader, ODBDDPStrategy, ODBDeepSpeedStrategy, ODBModelParallelStrategy
 from odb_lightning.batch import StepInfo
-from tests.multiprocess.trainers import make_trainer
+from tests.multiprocess.trainers import everyone, make_trainer
 
 VOCABULARY = 17
 LEARNING_RATE, MOMENTUM = 0.2, 0.9
@@ -196,11 +196,7 @@ def fit(
         warnings.simplefilter("ignore")
         trainer.fit(model, loader)
     steps = [(info.epoch, info.step, list(info.sample_ids)) for info in model.infos]
-    everyone: list[Any] = [None] * len(shards)
-    dist.all_gather_object(everyone, steps)
-    expected = reference(everyone, accumulate, clip)
-    finals: list[Any] = [None] * len(shards)
-    dist.all_gather_object(finals, model.final)
+    expected, finals = reference(everyone(steps), accumulate, clip), everyone(model.final)
     return {
         "steps": steps,
         "losses": model.losses,
@@ -314,9 +310,7 @@ def own_loop(code: str) -> dict[str, Any]:
         "mean_token_loss": mean_token_loss,
     }
     exec(code, scope)
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, [(e, s, [alone[i] for i in ids]) for e, s, ids in steps])
-    expected = reference(everyone, 1, None)
+    expected = reference(everyone([(e, s, [alone[i] for i in ids]) for e, s, ids in steps]), 1, None)
     dist.destroy_process_group()
     return {
         "error": float((_flat(network).double() - expected).abs().max()),
