@@ -13,19 +13,12 @@ from torch.utils.data import DataLoader
 
 from odb_lightning.batch import ODBBatch
 from odb_lightning.conversion import options_of
+from odb_lightning.epoch_rest import Start, start_from
 from odb_lightning.iteration import Iteration
 from odb_lightning.loader_options import check_at_least_one, refuse_unknown, settled_options
 from odb_lightning.plan.costs import RowCost
 from odb_lightning.plan.rounds import Alignment
-from odb_lightning.resume import (
-    EpochPlace,
-    Position,
-    Start,
-    check_can_be_read_again,
-    check_settings,
-    check_states,
-    start_from,
-)
+from odb_lightning.resume import EpochPlace, Position, check_can_be_read_again, check_settings, check_states
 from odb_lightning.runtime.client import CollateProcess
 from odb_lightning.runtime.counting import DEFAULT_RULE, NumSupervised
 from odb_lightning.runtime.errors import Failure, ODBLoaderError

@@ -12,7 +12,8 @@ from typing import Any
 from rank_cases import Case, patches_of
 
 from odb_lightning.batch import StepInfo
-from odb_lightning.resume import EpochPlace, Rounds, Start, State, check_settings, check_states, start_from
+from odb_lightning.epoch_rest import Start, start_from
+from odb_lightning.resume import EpochPlace, Rounds, State, check_settings, check_states
 from odb_lightning.runtime.counting import TargetCounter
 from odb_lightning.runtime.epoch import EpochRun
 from odb_lightning.runtime.exchange import SoloExchange
