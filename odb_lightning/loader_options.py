@@ -52,8 +52,9 @@ def settled_options(options: dict[str, Any], context: Any) -> dict[str, Any]:
     _check_kinds(given)
     optional = {name: options[name] for name in ("max_rows", "max_patches", "prefetch_factor", "quota")}
     check_at_least_one(**{name: value for name, value in optional.items() if value is not None})
-    if isinstance(given.num_workers, bool) or not isinstance(given.num_workers, int) or given.num_workers < 0:
+    if isinstance(given.num_workers, bool) or not isinstance(given.num_workers, Integral) or given.num_workers < 0:
         raise ValueError(f"num_workers must be 0 or more, got {given.num_workers!r}")
+    num_workers = int(given.num_workers)
     for name, choices in CHOICES.items():
         check_choice(name, options[name], choices)
     _check_patches(given.patches_fn, given.max_patches, given.alignment)
@@ -68,11 +69,11 @@ def settled_options(options: dict[str, Any], context: Any) -> dict[str, Any]:
         raise ValueError("mode='non_join' with an iterable data set needs quota=<samples of an epoch over all ranks>")
     if given.mode == "join" and given.quota is not None:
         _warn("quota is ignored with mode='join', which trains each sample once")
-    if given.num_workers == 0 and given.prefetch_factor is not None:
+    if num_workers == 0 and given.prefetch_factor is not None:
         _warn("prefetch_factor is ignored with num_workers=0")
-    chunk_size = max(min(_MAX_CHUNK_SIZE, buffer_size // (2 * max(given.num_workers, 1))), 1)
-    if given.num_workers > 0 and given.prefetch_factor is None:
-        whole["prefetch_factor"] = max(math.ceil(buffer_size / (chunk_size * given.num_workers)), 2)
+    chunk_size = max(min(_MAX_CHUNK_SIZE, buffer_size // (2 * max(num_workers, 1))), 1)
+    if num_workers > 0 and given.prefetch_factor is None:
+        whole["prefetch_factor"] = max(math.ceil(buffer_size / (chunk_size * num_workers)), 2)
     settled = (
         options
         | whole
@@ -84,7 +85,8 @@ def settled_options(options: dict[str, Any], context: Any) -> dict[str, Any]:
             "budget": budget,
             "cost": cost,
             "seed": int(given.seed),
-            "prefetch_factor": whole["prefetch_factor"] if given.num_workers > 0 else None,
+            "num_workers": num_workers,
+            "prefetch_factor": whole["prefetch_factor"] if num_workers > 0 else None,
             "chunk_size": chunk_size,
             "start_method": _start_method_of(context),
             "timeouts": given.timeouts or Timeouts(),
@@ -167,6 +169,8 @@ def _start_method_of(context: Any) -> str | None:
                 f"multiprocessing_context={context!r} is unknown: choose one of {multiprocessing.get_all_start_methods()}"
             )
         return context
+    if not hasattr(context, "get_start_method"):
+        raise TypeError(f"multiprocessing_context has to be a start method or a context of multiprocessing, got {context!r}")
     method: str = context.get_start_method()
     return method
 

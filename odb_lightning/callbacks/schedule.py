@@ -27,7 +27,12 @@ class SampleSchedule(Callback):
         """Samples trained over all ranks."""
         self._samples_updated = 0
         """Those of accumulation windows that have ended: a resumed run begins the one under way again."""
+        self._ends_window = False
         self._rates: list[tuple[Optimizer, list[float]]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # a checkpoint's state comes later
+            self.samples = self._samples_updated = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.lr_scheduler_configs:
@@ -48,7 +53,10 @@ class SampleSchedule(Callback):
             samples = step.global_num_samples * num_replicas // step.world_size
             position, accumulate = step.step, step.accumulate
         self.samples += samples
-        if trainer.is_last_batch or (position + 1) % accumulate == 0:
+        self._ends_window = trainer.is_last_batch or (position + 1) % accumulate == 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self._ends_window:  # not before: a checkpoint may be made between the batch's first hook and its update
             self._samples_updated = self.samples
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -72,6 +72,8 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.deepspeed_engine.set_gradient_accumulation_boundary(self.ends_window)
         self._has_gradient = False
+        if self.step_info is not None and self.step_info.step % self.step_info.accumulate == 0:
+            _begin_window(self.deepspeed_engine.optimizer)
         return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,6 +90,15 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
             )
         self._has_gradient = True
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+
+def _begin_window(optimizer: Any) -> None:
+    """ZeRO 2 would add to what is left of a window that did not come to its end: a hook may end an epoch inside of one. The
+    attributes are stage 1's and 2's own, and are so after each update."""
+    if hasattr(optimizer, "micro_step_id") and not hasattr(optimizer, "grad_partitions_flat_buffer"):
+        optimizer.micro_step_id = -1
+        for gradients in ("averaged_gradients", "all_grad_tensors"):
+            getattr(optimizer, gradients, {}).clear()
 
 
 def _forget_gradients(optimizer: Any) -> None:

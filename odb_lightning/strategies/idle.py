@@ -28,28 +28,35 @@ _BATCH_NORMS = (
 class BorrowedBuffers:
     """Copies in the place of a module's buffers, from `take` until `give_back`.
 
-    The originals are not touched, so a graph that holds a copy stays valid and no value has to be written back.
+    The originals are not touched, so a graph that holds a copy stays valid and no value has to be written back. A part below
+    the module that puts a new buffer in the place of a copy gets its plain attributes back, too: they may say what it is of.
     """
 
     def __init__(self) -> None:
-        self._originals: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        self._originals: list[tuple[nn.Module, dict[str, Tensor | None], dict[str, Tensor | None], dict[str, Any]]] = []
+        """Of each part its buffers, the copies in their place, and its plain attributes."""
 
     def take(self, module: nn.Module) -> None:
         """Puts the copies in place; one of a tensor with several names."""
         self.give_back()
         copies: dict[int, Tensor] = {}
         for part in module.modules():
-            self._originals.append((part, dict(part._buffers)))
-            for name, buffer in part._buffers.items():
+            originals = dict(part._buffers)
+            for name, buffer in originals.items():
                 if buffer is not None:
                     part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+            has_more = bool(originals) and part is not module
+            plain = {name: value for name, value in vars(part).items() if not name.startswith("_")} if has_more else {}
+            self._originals.append((part, originals, dict(part._buffers), plain))
 
     def give_back(self) -> None:
         """Puts the originals back, and none where there was none; without effect if nothing was taken."""
-        for part, buffers in self._originals:
-            for name in part._buffers.keys() - buffers.keys():
+        for part, originals, lent, plain in self._originals:
+            if any(part._buffers.get(name) is not buffer for name, buffer in lent.items()):
+                vars(part).update(plain)
+            for name in part._buffers.keys() - originals.keys():
                 del part._buffers[name]
-            part._buffers.update(buffers)
+            part._buffers.update(originals)
         self._originals = []
 
 

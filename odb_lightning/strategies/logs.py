@@ -78,7 +78,10 @@ class WeighsLogs(Strategy):
             for name, state in before.items():
                 setattr(entry, name, state)
             if info.is_idle and not entry.meta.sync.should:
-                entry._forward_cache = step_value
+                # Where there is none before, not nothing: what ranks log has to be the same for callbacks that look for it.
+                entry._forward_cache = (
+                    torch.full_like(value, float("nan"), dtype=torch.float32) if step_value is None else step_value
+                )
 
     def _has_weight(self, info: StepInfo, value: Tensor) -> bool:
         if info.is_idle:

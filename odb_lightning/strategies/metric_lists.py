@@ -8,37 +8,33 @@ empty one with a vector of the metric's dtype: with unequal lists ranks hang, lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-
-def even_lists(module: nn.Module) -> None:
-    """Has the metrics in `module` sync lists of any length. Those with a way of their own are left alone."""
-    for part in module.modules():
-        if isinstance(part, Metric) and type(part)._sync_dist is Metric._sync_dist:
-            # A method, not a closure: a copy of the metric has to sync its own states.
-            vars(part)["_sync_dist"] = MethodType(_sync_dist, part)
+_original = Metric._sync_dist
 
 
-def leave_lists(module: nn.Module) -> None:
+def even_lists() -> None:
+    """Has metrics sync lists of any length: all of the class, as they come and go, and as subclasses add to what it does."""
+    Metric._sync_dist = _sync_dist  # type: ignore[method-assign]
+
+
+def leave_lists() -> None:
     """Takes back what `even_lists` did."""
-    for part in module.modules():
-        if isinstance(part, Metric):
-            vars(part).pop("_sync_dist", None)
+    Metric._sync_dist = _original  # type: ignore[method-assign]
 
 
 def _sync_dist(self: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None) -> None:
     """Each list filled up to the longest rank's with tensors of no rows, which are left out again."""
     names = [name for name in self._reductions if _is_list(self, name)]
     if not names or not dist.is_initialized():
-        Metric._sync_dist(self, dist_sync_fn, process_group)
+        _original(self, dist_sync_fn, process_group)
         return
     group = process_group or self.process_group
     everyone: list[dict[str, list[_Kind] | None]] = [{}] * dist.get_world_size(group)
@@ -55,7 +51,7 @@ def _sync_dist(self: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tenso
             longest = longest[: max(len(held), 1)]
         held += [torch.empty((0, *kind.row), dtype=kind.dtype, device=self.device) for kind in longest[len(held) :]]
         setattr(self, name, held)
-    Metric._sync_dist(self, dist_sync_fn, process_group)
+    _original(self, dist_sync_fn, process_group)
     for name, of_ranks in uncatenated.items():
         values = iter(getattr(self, name))  # by element, and by rank within it
         setattr(self, name, [value for element in range(max(map(len, of_ranks))) for value in _real(values, of_ranks, element)])

@@ -28,21 +28,50 @@ def counting_nothing(module: nn.Module, is_idle: Callable[[], bool]) -> Iterator
     with ExitStack() as stack:
         for part in module.modules():
             if isinstance(part, Metric):
-                stack.enter_context(_put_back(part, in_call, is_idle))
+                stack.enter_context(_PutBack(part, in_call, is_idle).in_place())
             elif isinstance(part, MetricCollection) and not part._groups_checked:
                 stack.enter_context(_without_groups(part))
         yield
 
 
-@contextmanager
-def _put_back(metric: Metric, in_call: Counter[int], is_idle: Callable[[], bool]) -> Iterator[None]:
-    """`in_call` counts, by the metric's id, the calls under way that put it back at their end."""
-    run, lent = metric.update, []
+class _PutBack:
+    """Puts a metric back after what is done with it while `is_idle`. A copy of it, in a copy of the metric, does nothing."""
 
-    @wraps(run)
-    def update(*args: Any, **kwargs: Any) -> None:
+    def __init__(self, metric: Metric | None = None, in_call: Counter[int] | None = None, is_idle: Any = None) -> None:
+        """`in_call` counts, by the metric's id, the calls under way that put it back at their end."""
+        self._metric, self._in_call, self._is_idle = metric, in_call, is_idle
+        self._lent: list[Callable[[], None]] = []
+
+    def __reduce__(self) -> Any:
+        return _PutBack, ()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        metric = self._metric
+        assert metric is not None
+        run = metric.update
+
+        @wraps(run)
+        def update(*args: Any, **kwargs: Any) -> None:
+            self._update(run, *args, **kwargs)
+
+        hooks = [
+            metric.register_forward_pre_hook(self._before),
+            metric.register_forward_hook(self._after, always_call=True),
+        ]
+        vars(metric)["update"] = update
+        try:
+            yield
+        finally:
+            vars(metric)["update"] = run
+            for hook in hooks:
+                hook.remove()
+
+    def _update(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        metric, in_call = self._metric, self._in_call
+        assert metric is not None and in_call is not None
         is_of_this_rank = in_call[id(metric)] and not metric._to_sync  # the value of this batch alone
-        if is_of_this_rank or not is_idle():
+        if is_of_this_rank or not self._is_idle():
             run(*args, **kwargs)
             return
         give_back = _lend(metric)
@@ -54,29 +83,22 @@ def _put_back(metric: Metric, in_call: Counter[int], is_idle: Callable[[], bool]
             if in_call[id(metric)]:
                 metric._update_count = count  # else `compute` warns
 
-    def before(*_: Any) -> None:
-        if not is_idle():
+    def _before(self, *_: Any) -> None:
+        metric, in_call = self._metric, self._in_call
+        if metric is None or in_call is None or not self._is_idle():
             return
-        lent.append(_lend(metric))
+        self._lent.append(_lend(metric))
         in_call.update(id(part) for part in metric.modules())
 
-    def after(*_: Any) -> None:
-        if not lent:
+    def _after(self, *_: Any) -> None:
+        metric, in_call = self._metric, self._in_call
+        if metric is None or in_call is None or not self._lent:
             return
         in_call.subtract(id(part) for part in metric.modules())
         value = metric._forward_cache
-        lent.pop()()
+        self._lent.pop()()
         if metric.dist_sync_on_step:
             metric._forward_cache = value  # that of the active ranks
-
-    hooks = [metric.register_forward_pre_hook(before), metric.register_forward_hook(after, always_call=True)]
-    vars(metric)["update"] = update
-    try:
-        yield
-    finally:
-        vars(metric)["update"] = run
-        for hook in hooks:
-            hook.remove()
 
 
 def _lend(metric: Metric) -> Callable[[], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -91,6 +91,8 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
         self._odb_loaders: weakref.WeakKeyDictionary[ODBDataLoader, int] = weakref.WeakKeyDictionary()
         self._counts = WindowCounts(num_supervised_fn)
         self._borrowed = BorrowedBuffers()
+        self._is_in_transfer = False
+        """Of an idle batch."""
         self._idle_metrics = ExitStack()
         """What keeps metrics from counting a stand-in, from its transfer until that of the next batch."""
         self._num_backwards = 0
@@ -100,7 +102,7 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         if self.data_parallel_size > 1:
-            even_lists(self._module)
+            even_lists()
 
     # --- loaders ---
 
@@ -206,8 +208,14 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
             self._advance(self._progress.total.ready, dataloader_idx)
             self._weigh_logs()
         info = self._current_info
-        with preserved_random_state() if info is not None and info.is_idle else nullcontext():
+        if info is None or not info.is_idle:
             return super().batch_to_device(batch, device, dataloader_idx)
+        self._is_in_transfer = True
+        try:
+            with preserved_random_state():
+                return super().batch_to_device(batch, device, dataloader_idx)
+        finally:
+            self._is_in_transfer = False
 
     def _advance(self, position: int, dataloader_idx: int) -> None:
         """To what is known of the batch at `position` of those that the trainer has had."""
@@ -225,7 +233,10 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
         self._idle_metrics.close()
         info = self._current_info
         if info is not None and info.is_idle:
-            self._idle_metrics.enter_context(counting_nothing(self._module, lambda: self._is_in_batch))
+            self._idle_metrics.enter_context(counting_nothing(self._module, self._counts_nothing))
+
+    def _counts_nothing(self) -> bool:
+        return self._is_in_transfer or self._is_in_batch
 
     def _end_epoch(self) -> None:
         """Tells the trainer of the last batch of an epoch that ends before its integer limit. It takes the limit for the number
@@ -362,11 +373,9 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
 
         Raises RuntimeError for gradients that were not scaled.
         """
-        with self._moving_schedules(optimizer):
-            if self.step_info is not None and self._window_has_no_target(self.step_info):
-                result = closure()
-            else:
-                result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        is_left_out = self.step_info is not None and self._window_has_no_target(self.step_info)
+        with self._moving_schedules(optimizer, is_left_out):
+            result = closure() if is_left_out else super().optimizer_step(optimizer, closure, model, **kwargs)
         self._check_scaled(optimizer)
         return result
 
@@ -388,8 +397,7 @@ class ODBStrategyMixin(WeighsLogs, LeavesOutUnused, CountsUpdates, ResumesExactl
     # --- the end ---
 
     def teardown(self) -> None:
-        if self.lightning_module is not None:
-            leave_lists(self.lightning_module)
+        leave_lists()
         self._close_loaders()
         self._idle_metrics.close()
         self._counts.close()

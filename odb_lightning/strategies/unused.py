@@ -23,9 +23,14 @@ class LeavesOutUnused(PlansWindows):
         super().__init__(*args, **kwargs)
         self._window: tuple[int, int] | None = None
         self._used: set[int] = set()
-        """Parameters that this rank's batches of the window have used, by their place."""
+        """Parameters whose gradient is to stay, by their place: those that this rank's batches of the window have used, and
+        those that had one before."""
         self._has_idle_rank = False
         """Whether a rank was idle in the window, this one or another."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._window = None
 
     @contextmanager
     def _leaving_out_unused(self, info: StepInfo) -> Iterator[None]:
@@ -34,16 +39,18 @@ class LeavesOutUnused(PlansWindows):
         if not isinstance(model, DistributedDataParallel) or not model.find_unused_parameters:
             yield
             return
+        parameters = list(model.parameters())
         window = info.epoch, info.step // info.accumulate
         if window != self._window:
-            self._window, self._used, self._has_idle_rank = window, set(), False
+            had_gradient = {place for place, parameter in enumerate(parameters) if parameter.grad is not None}
+            self._window, self._used, self._has_idle_rank = window, had_gradient, False
         self._has_idle_rank |= info.num_active_ranks < info.world_size
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with ExitStack() as stack:
             if not info.is_idle:
                 for place, parameter in enumerate(parameters):
-                    handle = parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._used.add(place))
-                    stack.callback(handle.remove)
+                    if parameter.requires_grad:
+                        handle = parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._used.add(place))
+                        stack.callback(handle.remove)
             yield
         if self._has_idle_rank and self.ends_window:
             self._leave_out(model, parameters)

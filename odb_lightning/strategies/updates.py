@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,19 +35,23 @@ class CountsUpdates(Strategy):
 
     def on_train_end(self) -> None:
         self._updates.stop()
-        self._release_schedules()
         super().on_train_end()
 
+    def teardown(self) -> None:
+        self._release_schedules()
+        super().teardown()
+
     @contextmanager
-    def _moving_schedules(self, optimizer: Any) -> Iterator[None]:
+    def _moving_schedules(self, optimizer: Any, is_left_out: bool) -> Iterator[None]:
         """Around a step of the optimizer: if it makes no update, schedules by step stay where they are until the next batch."""
         schedules = [config for config in self.lr_scheduler_configs if config.interval == "step"]
-        if not schedules or not self._updates.counts(optimizer):
-            yield
-            return
-        before = self._updates.count  # of a fused optimizer with a scaler the host has to wait for it
+        is_watched = self._updates.watch(optimizer)
+        # Of a fused optimizer with a scaler the host has to wait for the count.
+        before = self._updates.count if schedules and is_watched else 0
         yield
-        if self._updates.count == before:
+        if not is_watched and not is_left_out:
+            self._updates.add()
+        elif schedules and (is_left_out or self._updates.count == before):
             self._release_schedules()
             self._held = [(config, config.frequency) for config in schedules]
             for config in schedules:
@@ -65,28 +70,34 @@ class UpdateCounter:
         self._engine: Any = None
         self._engine_before = 0
         self._steps: int | torch.Tensor = 0
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
     def start(self, strategy: Strategy) -> None:
         self.stop()
         self._steps, self._engine = 0, getattr(strategy, "deepspeed_engine", None)
         if self._engine is not None:
             self._engine_before = self._engine_steps()
-        else:
-            optimizers = [found for found in strategy.optimizers if isinstance(found, torch.optim.Optimizer)]
-            self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
 
     def stop(self) -> None:
         """The count stays."""
         if self._engine is not None:
             self._steps, self._engine = self.count, None
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks = []
+        self._hooks.clear()
 
-    def counts(self, optimizer: Any) -> bool:
-        """Whether it can tell of the optimizer's steps."""
-        return self._engine is not None or isinstance(optimizer, torch.optim.Optimizer)
+    def watch(self, optimizer: Any) -> bool:
+        """Counts the optimizer's steps from now on, if it tells of them: one that wraps another may not."""
+        if self._engine is None and optimizer not in self._hooks:
+            try:
+                self._hooks[optimizer] = optimizer.register_step_post_hook(self._count)
+            except AttributeError:
+                return False
+        return True
+
+    def add(self) -> None:
+        """Counts a step of an optimizer that does not tell."""
+        self._steps = self._steps + 1
 
     @property
     def count(self) -> int:

@@ -440,3 +440,22 @@ def _spare_weights(stage: int, is_offloaded: bool) -> list[float]:
     strategy.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     done = fit(WithASpare(), strategy, [[[0, 4, 10]], [[13, 4, 0]]], training_cases.Samples(), training_cases.pad)
     return done.final[-4:].tolist()
+
+
+# --- an epoch that a hook ends inside a window ---
+
+
+class Impatient(training_cases.Model):
+    """Leaves its first epoch at the fourth batch, where a window of two has one."""
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == 3 else None
+
+
+def left_inside_a_window() -> dict[str, list[float]]:
+    """The parameters after a second epoch, by strategy."""
+    shards: list[Shard] = [[[0, 1, 2, 3, 4], [8, 9, 10, 7]], [[10, 12, 13, 7, 9], [12, 13, 1, 4]]]
+    return {
+        strategy: fit(Impatient(), strategy, shards, training_cases.Samples(), training_cases.pad, accumulate=2).final.tolist()
+        for strategy in ("ddp", "zero2")
+    }

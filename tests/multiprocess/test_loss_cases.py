@@ -164,3 +164,9 @@ def test_a_part_that_an_update_does_not_use_is_left_alone(tmp_path: Path) -> Non
     for rank in run("spares", 2, tmp_path):
         assert rank.pop("3, as it is") == pytest.approx([-3.0] * 4)
         assert rank == {name: pytest.approx([-1.0] * 4) for name in ("2", "3", "3, offloaded")}
+
+
+def test_what_is_left_of_a_window_goes_into_no_other(tmp_path: Path) -> None:
+    """DeepSpeed's stage 2 by itself adds it to the next window's."""
+    for rank in run("left_inside_a_window", 2, tmp_path):
+        assert rank["zero2"] == pytest.approx(rank["ddp"], abs=1e-6)
