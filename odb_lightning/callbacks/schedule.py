@@ -43,6 +43,9 @@ class SampleSchedule(Callback):
         # Here the optimizers are as configured: what a checkpoint has of them comes later.
         self._rates = [(optimizer, [group["lr"] for group in optimizer.param_groups]) for optimizer in trainer.optimizers]
 
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.samples = self._samples_updated  # without a batch that a hook has skipped, and the window it left open
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         step = getattr(trainer.strategy, "step_info", None)

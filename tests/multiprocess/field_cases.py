@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import CatMetric, MeanMetric, Metric
 from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from odb_lightning import ODBDataLoader, ODBDataModule, ODBDDPStrategy, ODBDeepSpeedStrategy
 from odb_lightning.data import PadCollator
@@ -148,6 +149,17 @@ LISTS: dict[str, tuple[Literal["cat"] | None, Callable[[Tensor], list[Tensor]]]]
 }
 
 
+class SyncsMore(Listed):
+    """Has a method of its own for the sync of lists, as some of torchmetrics' have, and goes through the one it overrides."""
+
+    def _sync_dist(self, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
+        super()._sync_dist(dist_sync_fn, process_group)
+
+
+NOT_CONCATENATED = LISTS["not concatenated"]
+LATER_LISTS = ["of a subclass", "made anew"]
+
+
 class Measured(lightning.LightningModule):
     """Metrics of the usual kinds, computed by the user at the end."""
 
@@ -155,6 +167,10 @@ class Measured(lightning.LightningModule):
         super().__init__()
         self.mean = MeanMetric()
         self.lists = nn.ModuleDict({"floats": CatMetric()} | {name: Listed(*kind) for name, kind in LISTS.items()})
+        self.lists["of a subclass"] = SyncsMore(*NOT_CONCATENATED)
+
+    def on_validation_epoch_start(self) -> None:
+        self.lists["made anew"] = Listed(*NOT_CONCATENATED)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         ids = batch["input_ids"][:, 0]
@@ -165,7 +181,7 @@ class Measured(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.ids = {name: sorted(listed.compute().tolist()) for name, listed in self.lists.items()}
-        self.held = {name: [value.dim() for value in listed.values] for name, listed in self.lists.items() if name in LISTS}
+        self.held = {name: [value.dim() for value in listed.values] for name, listed in self.lists.items() if name != "floats"}
 
 
 def metrics(shards: list[list[int]]) -> dict[str, Any]:

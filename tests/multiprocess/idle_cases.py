@@ -61,6 +61,7 @@ class Delicate(Model):
         self.register_buffer("assigned", torch.zeros(()))
         self.computed: list[list[float]] = []
         self.reduced: list[float] = []
+        self.logged: list[float] = []
         self.dropout = nn.Dropout(0.5)
         self.drawn: list[list[float]] = []
         self.gathered: list[list[float]] = []
@@ -79,8 +80,9 @@ class Delicate(Model):
         seed(self.global_rank)
 
     def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
-        """Augments, and so draws."""
+        """Augments, and so draws; counts, too."""
         self.drawn_before = draw(self.dropout)
+        self.by_hook.update(len(batch["input_ids"]))
         return batch
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -93,6 +95,7 @@ class Delicate(Model):
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
         drawn = draw(self.dropout)
         one = 99.0 if is_idle else 1.0
+        self.log("of_rank", 99.0 if is_idle else float(batch_idx), on_step=True, on_epoch=False, batch_size=1)
         rows = torch.ones(len(batch["input_ids"])) * one
         for metric in (self.mean, self.sum, self.cat, self.since_reset):
             metric.update(rows)
@@ -119,6 +122,7 @@ class Delicate(Model):
         self.log("by_hook", 99.0 if is_idle else 1.0, on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
         assert self.trainer.strategy.reduce_boolean_decision(True, all=True)
         self.by_hook(len(batch["input_ids"]))
+        self.logged.append(float(self.trainer.callback_metrics.get("of_rank", -1.0)))
         self.computed[-1].append(float(self.sum.compute()))  # cached on all ranks or on none
 
     def on_train_epoch_end(self) -> None:
@@ -164,6 +168,7 @@ def _case(strategy: str, name: str, bad: float) -> dict[str, Any]:
         "rows": module.rows,
         "computed": module.computed,
         "reduced": module.reduced,
+        "logged": module.logged,
         "left": float(module.since_reset.compute()),
         "buffers": [float(module.added), float(module.assigned)],
         "counted": [float(module.sum.sum_value), len(torch.cat(module.cat.value))],

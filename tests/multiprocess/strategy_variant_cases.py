@@ -28,7 +28,7 @@ from tests.multiprocess.exact_fits import (
     weighted,
 )
 from tests.multiprocess.fitting import make, shard_for
-from tests.multiprocess.training_cases import LEARNING_RATE, make_network
+from tests.multiprocess.training_cases import LEARNING_RATE, VOCABULARY, _whole, make_network
 
 CASES: dict[str, dict[str, Any]] = {
     "k=1, rank 1 idle": {"shards": [[0, 1, 2, 3, 4, 8, 9], [10, 7]]},
@@ -281,3 +281,81 @@ def deepspeed_and_a_schedule() -> str:
     """Lightning's refusal."""
     scheduler = GradientAccumulationScheduler({0: 1, 1: 2})
     return refusal(lambda: fit(make("zero0"), Model(), odb_loader([[0, 1], [2]]), max_epochs=2, callbacks=[scheduler]))
+
+
+class _Manual(Model):
+    """A second network under manual optimization, with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.second = make_network()
+
+    def configure_optimizers(self) -> Any:
+        parts = self.network, self.second
+        return [torch.optim.SGD(part.parameters(), lr=LEARNING_RATE, momentum=self.momentum) for part in parts]
+
+
+class Kept(_Manual):
+    """The second network's gradient of an even step is kept for its update in the next; what is noted is of that network."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        first.step()
+        first.zero_grad()
+        if batch_idx % 2 == 0:
+            self.manual_backward(self.returns(*self.objective(self.second, batch)))
+        else:
+            second.step()
+            second.zero_grad()
+
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
+        if batch_idx % 2 == 0:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.final = _whole(list(self.second.parameters()))
+
+
+class Toggled(_Manual):
+    """One optimizer after the other, with what is not its own frozen. Stand-ins alone use `extra`, the second's; weight decay
+    would move it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.ModuleDict({"head": nn.Linear(VOCABULARY, VOCABULARY), "extra": nn.Linear(VOCABULARY, VOCABULARY)})
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        logits = self.second["head"](self.network(ids))
+        return self.second["extra"](logits) if self.trainer.strategy.step_info.is_idle else logits
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.returns(*self.objective(self._logits, batch)))
+            if self.trainer.strategy.ends_window:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.AdamW(part.parameters(), lr=LEARNING_RATE, weight_decay=0.1) for part in (self.network, self.second)
+        ]
+
+
+def manual_with_unused() -> dict[str, Any]:
+    """Under `find_unused_parameters`. In four steps, of which rank 1 is idle in all but the first."""
+    shards, toggled = [[0, 1, 2, 3], [10]], Toggled()
+    kept = Kept()
+    trainer = fit(ODBDDPStrategy(find_unused_parameters=True, timeout=LIMIT), kept, odb_loader(shards))
+    initial = [parameter.detach().clone() for parameter in toggled.second.parameters()]
+    fit(ODBDDPStrategy(find_unused_parameters=True, timeout=LIMIT), toggled, odb_loader(shards, accumulate=2))
+    moved = [float((after - before).abs().max()) for after, before in zip(toggled.second.parameters(), initial, strict=True)]
+    return {
+        "kept": outcome(trainer, kept),
+        "head": moved[:2],
+        "extra": moved[2:],
+        "is_idle": [info.is_idle for info in toggled.infos],
+    }

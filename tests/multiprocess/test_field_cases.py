@@ -16,7 +16,18 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from odb_lightning import ODBDataLoader, ODBDataModule
 from odb_lightning.callbacks.progress import Progress
 from tests.loader_data import Lengths, collate
-from tests.multiprocess.field_cases import CHUNK, LAST, LISTS, MULTIPLE, NUM_SAMPLES, NUM_SHAPES, ROWS, SCHEDULES, WARM_UP
+from tests.multiprocess.field_cases import (
+    CHUNK,
+    LAST,
+    LATER_LISTS,
+    LISTS,
+    MULTIPLE,
+    NUM_SAMPLES,
+    NUM_SHAPES,
+    ROWS,
+    SCHEDULES,
+    WARM_UP,
+)
 from tests.multiprocess.ranks import run_ranks
 from tests.multiprocess.trainers import make_trainer
 
@@ -76,7 +87,8 @@ def test_metrics_of_ranks_with_unequal_validation_data_see_each_sample_once(tmp_
         shards, run_ranks("tests.multiprocess.field_cases:metrics", 2, tmp_path, shards=shards), strict=True
     ):
         assert result.value["mean"] == 3.5
-        assert result.value["ids"] == {name: list(range(8)) for name in ("floats", *LISTS)}
+        assert result.value["ids"] == {name: list(range(8)) for name in ("floats", *LISTS, *LATER_LISTS)}
+        assert result.value["held"].keys() == {*LISTS, *LATER_LISTS}
         for name, dims in result.value["held"].items():
             assert dims == [0 if "scalars" in name else 1] * len(shard) * (2 if "two" in name else 1)
 

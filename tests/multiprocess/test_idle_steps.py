@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain, islice
 from typing import Any
 
@@ -53,7 +54,9 @@ def test_metrics_of_the_module_count_nothing(fits: Any, case: str) -> None:
     for rank in fits[case]:
         assert rank["counted"] == [rank["rows"], rank["rows"]]
         assert rank["metrics"]["mean_of_rows"] == 1.0
-        assert rank["counted_by_hooks"] == 2 * rank["rows"], "by an update before the step, and a call after it"
+        assert rank["counted_by_hooks"] == 3 * rank["rows"], (
+            "by updates in the transfer and before the step, and a call after it"
+        )
 
 
 @pytest.mark.parametrize("case", SHARDS)
@@ -92,6 +95,19 @@ def test_logs_and_reductions_are_those_of_the_active_ranks(fits: Any, case: str)
     for rank in (first, second):
         assert {rank["metrics"][name] for name in ("by_hook", "by_hook_step", "by_hook_epoch")} == {1.0}
         assert rank["reduced"] == [2.0 ** (a + b) for a, b in zip(first["is_active"], second["is_active"], strict=True)]
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_what_a_rank_logs_of_its_own_is_there_from_the_first_step_on(fits: Any, case: str) -> None:
+    """Without `sync_dist`: that of its last active step of the epoch, and NaN before the first."""
+    for rank in fits[case]:
+        expected: list[float] = []
+        for epoch in rank["is_idle"]:
+            last = math.nan
+            for step, is_idle in enumerate(epoch):
+                last = last if is_idle else float(step)
+                expected.append(last)
+        assert rank["logged"] == pytest.approx(expected, nan_ok=True)
 
 
 @pytest.mark.parametrize("case", SHARDS)

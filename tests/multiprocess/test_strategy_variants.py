@@ -99,6 +99,19 @@ def test_deepspeed_with_a_scheduler_is_refused_before_the_first_step(tmp_path: P
         assert "does not support `accumulate_grad_batches` changing between epochs" in rank.value
 
 
+def test_gradients_under_manual_optimization_where_parameters_may_be_unused(tmp_path: Path) -> None:
+    """One that is kept for the update of a later step stays, though a rank is idle there; of what only stand-ins use there is
+    none, whatever a toggled optimizer has frozen."""
+    for rank, result in enumerate(run_ranks(f"{CASES_FILE}:manual_with_unused", 2, tmp_path, seconds=90)):
+        kept = result.value["kept"]
+        assert kept["error"] < ROUNDING
+        assert kept["spread"] == 0.0
+        assert kept["moved"] > 1e-2
+        assert result.value["is_idle"] == [False] + [rank == 1] * 3
+        assert min(result.value["head"]) > 1e-2
+        assert result.value["extra"] == [0.0, 0.0]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="FSDP1 on two GPUs")
 def test_fsdp_on_gpus(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +133,23 @@ def test_while_no_batch_is_idle_metrics_count_as_ever() -> None:
     assert metric.compute() == 3.0
 
 
+@pytest.mark.parametrize(
+    "duplicate", [lambda metric: pickle.loads(pickle.dumps(metric)), copy.deepcopy], ids=["pickle", "deepcopy"]
+)
+def test_a_copy_of_a_metric_counts_and_leaves_the_metric_alone(duplicate: Callable[[Metric], Metric]) -> None:
+    metric = SumMetric()
+    metric.update(1.0)
+    with counting_nothing(nn.ModuleList([metric]), lambda: True):
+        inside = duplicate(metric)
+        inside.update(2.0)
+        assert inside(4.0) == 4.0
+        metric.update(99.0)
+        metric(99.0)
+    inside(8.0)
+    assert inside.compute() == pickle.loads(pickle.dumps(inside)).compute() == 15.0
+    assert metric.compute() == 1.0
+
+
 # --- buffers ---
 
 
@@ -158,6 +177,51 @@ def test_buffers_with_two_names_unset_ones_and_new_ones_are_put_back() -> None:
     assert module.one.tolist() == [0.0, 0.0]
     assert module.lazy is None
     assert not hasattr(module, "new")
+
+
+class Grown(nn.Module):
+    """As rotary embeddings that grow with the longest sequence so far, and note how far they have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.zeros(2))
+        self.length = 2
+        self.num_calls = 0
+
+    def forward(self, length: int) -> Tensor:
+        self.num_calls += 1
+        if length > self.length:
+            self.register_buffer("frequencies", torch.zeros(length))
+            self.length = length
+        return self.frequencies[:length]
+
+
+class WithGrown(nn.Module):
+    """Notes, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grown = Grown()
+        self.register_buffer("longest", torch.zeros(()))
+        self.num_calls = 0
+
+    def forward(self, length: int) -> Tensor:
+        self.num_calls += 1
+        self.register_buffer("longest", torch.tensor(float(length)))
+        return self.grown(length)
+
+
+def test_a_part_with_a_new_buffer_is_as_it_was_and_the_module_keeps_its_attributes() -> None:
+    module, borrowed = WithGrown(), BorrowedBuffers()
+    for num_calls, length in enumerate((3, 2), 1):
+        borrowed.take(module)
+        module(length)
+        borrowed.give_back()
+        assert module.num_calls == num_calls
+        assert module.longest == 0.0
+        assert module.grown.length == len(module.grown.frequencies) == 2
+    assert module.grown.num_calls == 1, "of the call that put no new buffer in place"
+    assert len(module(4)) == 4
 
 
 # --- gradients ---

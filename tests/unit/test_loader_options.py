@@ -72,6 +72,7 @@ def test_bad_options_are_refused_with_their_name_and_value(options: dict[str, An
         ({"seed": True}, "seed has to be a whole number, got True"),
         ({"seed": 1.0}, r"seed has to be a whole number, got 1\.0"),
         ({"sampler": 3}, "sampler has to be iterable, got 3"),
+        ({"multiprocessing_context": 5}, "multiprocessing_context has to be a start method or a context .*, got 5"),
     ],
 )
 def test_options_of_another_kind_are_refused_with_their_name_and_value(options: dict[str, Any], match: str) -> None:
@@ -79,9 +80,10 @@ def test_options_of_another_kind_are_refused_with_their_name_and_value(options: 
         ODBDataLoader(DATA, l_max=8, **options)
 
 
-def test_a_budget_or_window_may_be_any_kind_of_whole_number() -> None:
-    loader = ODBDataLoader(DATA, l_max=np.int64(8), buffer_size=np.int32(4))  # type: ignore[arg-type]
+def test_a_number_may_be_any_kind_of_whole_number() -> None:
+    loader = ODBDataLoader(DATA, l_max=np.int64(8), buffer_size=np.int32(4), num_workers=np.int64(1))  # type: ignore[arg-type]
     assert [type(value) for value in (loader.l_max, loader._options["buffer_size"])] == [int, int]
+    assert loader._options["num_workers"] == 1 and type(loader._options["num_workers"]) is int
 
 
 class NotRead(np.memmap):

@@ -93,6 +93,36 @@ def test_a_checkpoint_counts_finished_windows_and_the_rates_are_those_configured
     assert other.seen == [[pytest.approx(count / 500), pytest.approx(count / 50)] for count in (18, 22, 26, 28)]
 
 
+@pytest.mark.parametrize(("accumulate", "counted"), [(1, [0, 4, 8, 12]), (2, [0, 0, 8, 8])])
+def test_a_checkpoint_before_a_batch_is_trained_does_not_count_it(accumulate: int, counted: list[int]) -> None:
+    """After the callbacks' first hook: where the trainer saves what SIGTERM ends, the batch is to be trained again."""
+    model, schedule = Model(), SampleSchedule(per_mille)
+    saved: list[Any] = []
+    model.on_train_batch_start = lambda *_: saved.append(schedule.state_dict())  # type: ignore[method-assign]
+    make_trainer("odb", devices=1, callbacks=[schedule], accumulate_grad_batches=accumulate).fit(model, make_loader(14))
+    assert saved == [{"samples": count} for count in counted]
+    assert schedule.state_dict() == {"samples": 14}
+
+
+def test_in_another_fit_a_schedule_begins_again() -> None:
+    schedule = SampleSchedule(per_mille)
+    for _ in range(2):
+        model = Model(rates=(1.0,))
+        make_trainer("odb", devices=1, callbacks=[schedule]).fit(model, make_loader())
+        assert model.seen == [[0.004], [0.008], [0.01]]
+
+
+def test_a_batch_that_a_hook_skips_does_not_count() -> None:
+    class Impatient(Model):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if (self.current_epoch, batch_idx) == (0, 1) else None
+
+    model, schedule = Impatient(rates=(1.0,)), SampleSchedule(per_mille)
+    make_trainer("odb", devices=1, callbacks=[schedule], max_epochs=2).fit(model, make_loader())
+    assert model.seen == [[0.004], [0.008], [0.012], [0.014]]
+    assert schedule.samples == 14
+
+
 def test_a_scheduler_besides_is_refused() -> None:
     with pytest.raises(ValueError, match="configure_optimizers has a ExponentialLR: leave one of them out"):
         make_trainer("odb", devices=1, callbacks=[SampleSchedule(per_mille)]).fit(Model(has_scheduler=True), make_loader())

@@ -13,11 +13,14 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from odb_lightning import ODBDataLoader
 from odb_lightning.strategies.updates import UpdateCounter
+from tests.multiprocess.trainers import make_trainer
 
 
-def started(**strategy: Any) -> UpdateCounter:
+def started(*optimizers: torch.optim.Optimizer, **strategy: Any) -> UpdateCounter:
+    """Watches the optimizers."""
     counter = UpdateCounter()
     counter.start(SimpleNamespace(**strategy))  # type: ignore[arg-type]
+    assert all(counter.watch(optimizer) for optimizer in optimizers)
     return counter
 
 
@@ -30,8 +33,9 @@ def make_optimizer(**options: Any) -> torch.optim.Optimizer:
 def test_steps_of_all_optimizers_count_from_the_start_to_the_stop() -> None:
     one, two = make_optimizer(), make_optimizer()
     one.step()
-    counter = started(optimizers=[one, two])
+    counter = started(one, two)
     for optimizer in (one, two, one):
+        assert counter.watch(optimizer), "again, and once is enough"
         optimizer.step()
     assert counter.count == 3
     counter.stop()
@@ -43,7 +47,7 @@ def test_steps_of_all_optimizers_count_from_the_start_to_the_stop() -> None:
 def test_a_step_with_an_overflow_does_not_count(fused: bool) -> None:
     """The scaler skips it; it leaves that to an optimizer that is fused."""
     optimizer = make_optimizer(fused=fused)
-    counter, scaler = started(optimizers=[optimizer]), torch.amp.GradScaler("cpu", init_scale=1.0)
+    counter, scaler = started(optimizer), torch.amp.GradScaler("cpu", init_scale=1.0)
     (parameter,) = optimizer.param_groups[0]["params"]
     for gradient in (1.0, float("inf"), 1.0):
         scaler.scale(torch.ones(()))  # or the scaler has no scale yet
@@ -56,7 +60,9 @@ def test_a_step_with_an_overflow_does_not_count(fused: bool) -> None:
 
 def test_of_deepspeed_the_engines_own_count_is_taken() -> None:
     engine = SimpleNamespace(global_steps=7, skipped_steps=2)
-    counter = started(deepspeed_engine=engine, optimizers=[make_optimizer()])
+    optimizer = make_optimizer()
+    counter = started(optimizer, deepspeed_engine=engine)
+    optimizer.step()
     engine.global_steps, engine.skipped_steps = 12, 3
     assert counter.count == 4
     counter.stop()
@@ -66,9 +72,10 @@ def test_of_deepspeed_the_engines_own_count_is_taken() -> None:
 
 def test_a_counter_begins_anew() -> None:
     optimizer = make_optimizer()
-    counter = started(optimizers=[optimizer])
+    counter = started(optimizer)
     optimizer.step()
-    counter.start(SimpleNamespace(optimizers=[optimizer]))  # type: ignore[arg-type]
+    counter.start(SimpleNamespace())  # type: ignore[arg-type]
+    assert counter.count == 0 and counter.watch(optimizer)
     optimizer.step()
     assert counter.count == 1
 
@@ -117,11 +124,7 @@ def fit(model: Scheduled, folder: Path, masked: tuple[int, ...] = (), **options:
     loader = ODBDataLoader(
         Samples(masked), l_max=4, collate_fn=first, shuffle=False, num_workers=0, num_supervised_fn="causal", buffer_size=1
     )
-    trainer = lightning.Trainer(
-        **{"accelerator": "cpu", "devices": 1, "strategy": "odb", "max_epochs": 1, "default_root_dir": folder},
-        **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
-        **options,
-    )
+    trainer = make_trainer("odb", **({"devices": 1, "default_root_dir": folder} | options))
     trainer.fit(model, loader)
     return trainer
 
@@ -159,3 +162,63 @@ def test_the_users_frequency_holds_and_is_given_back(tmp_path: Path) -> None:
     assert model.rates == [1.0, 1.0, 1.0, 1.0, 0.5]  # due after the second batch, which had no update, and the fourth
     assert model.frequencies == [2] * 5
     assert trainer.lr_scheduler_configs[0].frequency == 2
+
+
+class MadeAnew(Scheduled):
+    """As callbacks for pruning, quantization or finetuning do."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+def test_an_optimizer_made_anew_is_counted_and_its_schedule_goes_on(tmp_path: Path) -> None:
+    model = MadeAnew()
+    trainer = fit(model, tmp_path, max_epochs=2)
+    assert model.rates == [1.0, 0.5, 0.25, 0.125, 0.0625] * 2
+    assert trainer.strategy.num_updates == 10  # type: ignore[attr-defined]
+
+
+class Wraps(torch.optim.Optimizer):
+    """Steps another, as wide-spread ones do: without `super().__init__()`, so it tells of no step."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        self.wrapped = wrapped
+        self.param_groups, self.state, self.defaults = wrapped.param_groups, wrapped.state, wrapped.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.wrapped.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.wrapped.zero_grad(set_to_none)
+
+
+class Wrapped(Scheduled):
+    def configure_optimizers(self) -> Any:
+        optimizer = Wraps(torch.optim.SGD(self.parameters(), lr=1.0))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.filterwarnings("ignore:a batch of 1 samples has no target")
+def test_an_optimizer_that_tells_of_no_step_is_counted_too(tmp_path: Path) -> None:
+    model = Wrapped()
+    trainer = fit(model, tmp_path, masked=(1, 4))
+    assert model.rates == [1.0, 0.5, 0.5, 0.25, 0.125]
+    assert trainer.strategy.num_updates == 3  # type: ignore[attr-defined]
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+    assert float(model.weight.detach()) == 1.0 - (1.0 + 0.5 + 0.25)
+
+
+class Fails(Scheduled):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise ValueError("in a batch without an update")
+
+
+@pytest.mark.filterwarnings("ignore:a batch of 1 samples has no target")
+def test_after_an_exception_a_schedule_has_its_frequency_again(tmp_path: Path) -> None:
+    model = Fails(frequency=2)
+    with pytest.raises(ValueError, match="in a batch without an update"):
+        fit(model, tmp_path, masked=(1,))
+    assert model.trainer.lr_scheduler_configs[0].frequency == 2
