@@ -63,7 +63,10 @@ class SampleSchedule(Callback):
             self._samples_updated = self.samples
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        rates = next(rates for known, rates in self._rates if known is optimizer)
+        rates = next((rates for known, rates in self._rates if known is optimizer), None)
+        if rates is None:  # made anew on the way
+            rates = []
+            self._rates.append((optimizer, rates))
         rates += [group["lr"] for group in optimizer.param_groups[len(rates) :]]  # groups added on the way
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * self.factor(self.samples)

@@ -76,6 +76,18 @@ def test_a_group_that_comes_later_has_its_own_first_rate() -> None:
     assert model.seen == [[0.004], [0.008, 0.8]]
 
 
+def test_optimizers_made_anew_have_their_first_rates() -> None:
+    class Renewed(Model):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.rates = (5.0,)
+                self.trainer.strategy.setup_optimizers(self.trainer)
+
+    model = Renewed(rates=(1.0,))
+    make_trainer("odb", devices=1, callbacks=[SampleSchedule(per_mille)], max_epochs=2).fit(model, make_loader(4))
+    assert model.seen == [[0.004], [0.04]]
+
+
 def test_a_checkpoint_counts_finished_windows_and_the_rates_are_those_configured(tmp_path: Path) -> None:
     """A resumed run begins a window again; a rate given anew holds from there on."""
     model, schedule = Model(), SampleSchedule(per_mille)
