@@ -58,9 +58,14 @@ class SampleSchedule(Callback):
         self.samples += samples
         self._ends_window = trainer.is_last_batch or (position + 1) % accumulate == 0
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self._ends_window:  # not before: a checkpoint may be made between the batch's first hook and its update
+    # Not at the batch's beginning, as a checkpoint may be made before it is trained (SIGTERM's); nor at its end alone, where
+    # another callback may make one before this one is asked.
+    def on_after_backward(self, *_: Any) -> None:
+        if self._ends_window:
             self._samples_updated = self.samples
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.on_after_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         rates = next((rates for known, rates in self._rates if known is optimizer), None)

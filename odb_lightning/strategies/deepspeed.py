@@ -35,6 +35,8 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
         kwargs.setdefault("logging_batch_size_per_gpu", 1)
         super().__init__(*args, **kwargs)
         self._has_gradient = False
+        self._is_step_due = False
+        """Whether a window has ended without a step of the optimizer since."""
 
     def setup_environment(self) -> None:
         if not isinstance(self.accelerator, CPUAccelerator):
@@ -69,6 +71,10 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
     def block_backward_sync(self) -> Any:
         return nullcontext()  # the engine's no_sync refuses ZeRO-2 and 3; the boundary says the same
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._is_step_due = False
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.deepspeed_engine.set_gradient_accumulation_boundary(self.ends_window)
         self._has_gradient = False
@@ -78,17 +84,26 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
+        self._is_step_due = False
         _forget_gradients(self.deepspeed_engine.optimizer)
         return result
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Raises RuntimeError for the second of a step, which would take the place of the first."""
+        """Raises RuntimeError for the second of a step, which would take the place of the first, and in manual optimization for
+        the first of a window under ZeRO 1 and 2 if the optimizer was not stepped after the one before."""
         if self._has_gradient:
             raise RuntimeError(
                 "DeepSpeed takes one backward in a training_step: of several, the last alone counts. Add the losses, and call "
                 "manual_backward once"
             )
+        if self._is_step_due and self.deepspeed_engine.zero_optimization_stage() in (1, 2):
+            raise RuntimeError(
+                "this backward would replace gradients that no step of the optimizer has used, under ZeRO 1 and 2. To step "
+                "every k-th batch in manual optimization give accumulate=k to the ODBDataLoader, and step where "
+                "self.trainer.strategy.ends_window"
+            )
         self._has_gradient = True
+        self._is_step_due = not self._module.automatic_optimization and self.ends_window
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from odb_lightning.batch import ODBBatch
+from odb_lightning.strategies.metrics import OF_ANY_MODULE
 
 _BATCH_NORMS = (
     nn.BatchNorm1d,
@@ -29,12 +30,12 @@ class BorrowedBuffers:
     """Copies in the place of a module's buffers, from `take` until `give_back`.
 
     The originals are not touched, so a graph that holds a copy stays valid and no value has to be written back. A part below
-    the module that puts a new buffer in the place of a copy gets its plain attributes back, too: they may say what it is of.
+    the module that puts a new buffer in the place of a copy gets its other attributes back, too: they may say what it is of.
     """
 
     def __init__(self) -> None:
         self._originals: list[tuple[nn.Module, dict[str, Tensor | None], dict[str, Tensor | None], dict[str, Any]]] = []
-        """Of each part its buffers, the copies in their place, and its plain attributes."""
+        """Of each part its buffers, the copies in their place, and its other attributes."""
 
     def take(self, module: nn.Module) -> None:
         """Puts the copies in place; one of a tensor with several names."""
@@ -46,14 +47,14 @@ class BorrowedBuffers:
                 if buffer is not None:
                     part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
             has_more = bool(originals) and part is not module
-            plain = {name: value for name, value in vars(part).items() if not name.startswith("_")} if has_more else {}
-            self._originals.append((part, originals, dict(part._buffers), plain))
+            own = {name: value for name, value in vars(part).items() if name not in OF_ANY_MODULE} if has_more else {}
+            self._originals.append((part, originals, dict(part._buffers), own))
 
     def give_back(self) -> None:
         """Puts the originals back, and none where there was none; without effect if nothing was taken."""
-        for part, originals, lent, plain in self._originals:
+        for part, originals, lent, own in self._originals:
             if any(part._buffers.get(name) is not buffer for name, buffer in lent.items()):
-                vars(part).update(plain)
+                vars(part).update(own)
             for name in part._buffers.keys() - originals.keys():
                 del part._buffers[name]
             part._buffers.update(originals)

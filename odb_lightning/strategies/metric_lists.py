@@ -7,6 +7,7 @@ empty one with a vector of the metric's dtype: with unequal lists ranks hang, lo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,16 +19,24 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 _original = Metric._sync_dist
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those that `even_lists` was called for."""
 
 
-def even_lists() -> None:
-    """Has metrics sync lists of any length: all of the class, as they come and go, and as subclasses add to what it does."""
-    Metric._sync_dist = _sync_dist  # type: ignore[method-assign]
+def even_lists(owner: Any) -> None:
+    """Has metrics sync lists of any length, until `leave_lists`: all of the class, as they come and go, and as subclasses add
+    to what it does."""
+    global _original
+    if Metric._sync_dist is not _sync_dist:
+        _original, Metric._sync_dist = Metric._sync_dist, _sync_dist  # type: ignore[method-assign]
+    _owners.add(owner)
 
 
-def leave_lists() -> None:
-    """Takes back what `even_lists` did."""
-    Metric._sync_dist = _original  # type: ignore[method-assign]
+def leave_lists(owner: Any) -> None:
+    """Takes back what `even_lists` did, when no other owner is left: a hook of a fit may run a trainer of its own."""
+    _owners.discard(owner)
+    if not _owners and Metric._sync_dist is _sync_dist:
+        Metric._sync_dist = _original  # type: ignore[method-assign]
 
 
 def _sync_dist(self: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+OF_ANY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes."""
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -109,7 +110,7 @@ def _lend(metric: Metric) -> Callable[[], None]:
         for name, value in attributes.items():
             if isinstance(value, Tensor):
                 vars(part)[name] = value.clone()
-            elif isinstance(value, _CONTAINERS) and name not in _OF_ANY_MODULE:
+            elif isinstance(value, _CONTAINERS) and name not in OF_ANY_MODULE:
                 vars(part)[name] = copy(value)
 
     def give_back() -> None:

@@ -19,11 +19,7 @@ from odb_lightning.runtime.errors import ODBLoaderError
 from odb_lightning.runtime.seeding import preserved_random_state
 from odb_lightning.strategies.denominator import WindowCounts
 from odb_lightning.strategies.feeding import FeedsBatches, as_list
-from odb_lightning.strategies.idle import (
-    BorrowedBuffers,
-    gradient_leaves,
-    zeroed_gradients,
-)
+from odb_lightning.strategies.idle import BorrowedBuffers, gradient_leaves, zeroed_gradients
 from odb_lightning.strategies.metric_lists import even_lists, leave_lists
 from odb_lightning.strategies.metrics import counting_nothing
 from odb_lightning.strategies.sigterm import EndsOnSigterm
@@ -92,7 +88,7 @@ class ODBStrategyMixin(FeedsBatches, LeavesOutUnused, CountsUpdates, WritesWhole
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         if self.data_parallel_size > 1:
-            even_lists()
+            even_lists(self)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves the batch, and makes what is known of it the current info: once per batch, before any hook on it. A transfer of
@@ -263,7 +259,7 @@ class ODBStrategyMixin(FeedsBatches, LeavesOutUnused, CountsUpdates, WritesWhole
     # --- the end ---
 
     def teardown(self) -> None:
-        leave_lists()
+        leave_lists(self)
         self._close_loaders()
         self._idle_metrics.close()
         self._counts.close()

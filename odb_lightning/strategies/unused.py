@@ -40,7 +40,7 @@ class LeavesOutUnused(PlansWindows):
             yield
             return
         parameters = list(model.parameters())
-        window = info.epoch, info.step // info.accumulate
+        window = self._trainer.current_epoch, info.step // info.accumulate
         if window != self._window:
             had_gradient = {place for place, parameter in enumerate(parameters) if parameter.grad is not None}
             self._window, self._used, self._has_idle_rank = window, had_gradient, False

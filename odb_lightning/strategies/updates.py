@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 class CountsUpdates(Strategy):
     """Knows how many updates were made in a fit. A learning rate that is scheduled by step moves with those alone: not with
-    steps left out, as no rank had a target or a gradient overflowed."""
+    steps left out, as no rank had a target or a gradient overflowed (of which an optimizer around another may not tell)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,11 +33,8 @@ class CountsUpdates(Strategy):
         super().on_train_start()
         self._updates.start(self)
 
-    def on_train_end(self) -> None:
-        self._updates.stop()
-        super().on_train_end()
-
     def teardown(self) -> None:
+        self._updates.stop()
         self._release_schedules()
         super().teardown()
 
@@ -77,6 +74,8 @@ class UpdateCounter:
         self._steps, self._engine = 0, getattr(strategy, "deepspeed_engine", None)
         if self._engine is not None:
             self._engine_before = self._engine_steps()
+        for optimizer in strategy.optimizers:
+            self.watch(optimizer)
 
     def stop(self) -> None:
         """The count stays."""

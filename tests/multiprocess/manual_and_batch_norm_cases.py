@@ -90,9 +90,23 @@ def _two_backwards() -> dict[str, Any]:
     return outcome(trainer, model, network=make_counting) | {"calls": int(model.network.calls)}
 
 
-def two_backwards_with_deepspeed() -> str:
-    """The refusal."""
-    return refusal(lambda: fit(make("zero2"), TwoBackwards(), odb_loader([[0, 1], [10]])))
+class StepsEverySecond(ManualModel):
+    """Of which the loader knows nothing."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        total, weight = self.objective(self.network, batch)
+        self.manual_backward(total / weight)
+        if batch_idx % 2:
+            self.optimizers().step()
+
+
+def refusals_of_deepspeed() -> dict[str, str]:
+    kinds = {"two backwards": TwoBackwards, "steps every second": StepsEverySecond}
+    return {
+        f"{strategy}, {name}": refusal(lambda s=strategy, k=kind: fit(make(s), k(), odb_loader([[0, 1], [10]])))
+        for strategy in ("zero2", "zero3")
+        for name, kind in kinds.items()
+    }
 
 
 def _counted_by_the_strategy() -> dict[str, Any]:

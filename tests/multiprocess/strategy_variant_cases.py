@@ -345,6 +345,32 @@ class Toggled(_Manual):
         ]
 
 
+class Later(Model):
+    """From the second epoch on its last layer is used by stand-ins alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(VOCABULARY, VOCABULARY)
+        self.biases: list[list[float]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.network(batch["input_ids"])
+        if self.current_epoch == 0 or self.trainer.strategy.step_info.is_idle:
+            logits = self.extra(logits)
+        return logits.logsumexp(-1).mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.biases.append(self.extra.bias.tolist())
+
+
+def overfitted() -> list[list[float]]:
+    """The bias of that layer after each of three epochs of one step, in which rank 1 is idle."""
+    model = Later()
+    strategy = ODBDDPStrategy(find_unused_parameters=True, timeout=LIMIT)
+    fit(strategy, model, odb_loader([[0], []]), max_epochs=3, overfit_batches=1)
+    return model.biases
+
+
 def manual_with_unused() -> dict[str, Any]:
     """Under `find_unused_parameters`. In four steps, of which rank 1 is idle in all but the first."""
     shards, toggled = [[0, 1, 2, 3], [10]], Toggled()
@@ -355,6 +381,7 @@ def manual_with_unused() -> dict[str, Any]:
     moved = [float((after - before).abs().max()) for after, before in zip(toggled.second.parameters(), initial, strict=True)]
     return {
         "kept": outcome(trainer, kept),
+        "overfitted": overfitted(),
         "head": moved[:2],
         "extra": moved[2:],
         "is_idle": [info.is_idle for info in toggled.infos],

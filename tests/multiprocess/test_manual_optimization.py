@@ -49,11 +49,17 @@ def test_several_backwards_in_a_step(with_ddp: ByCase) -> None:
     assert any(with_ddp["two backwards"][1]["idle"])
 
 
-def test_several_backwards_in_a_step_are_refused_under_deepspeed(tmp_path: Path) -> None:
-    """Of which the last alone would count."""
-    for rank in run_ranks(f"{CASES_FILE}:two_backwards_with_deepspeed", 2, tmp_path, seconds=60):
-        assert rank.value.startswith("RuntimeError: DeepSpeed takes one backward in a training_step")
-        assert "Add the losses" in rank.value
+def test_what_deepspeed_would_lose_is_refused(tmp_path: Path) -> None:
+    """Of several backwards in a step the last alone would count, and under ZeRO 1 and 2 of those since the last update."""
+    for rank in run_ranks(f"{CASES_FILE}:refusals_of_deepspeed", 2, tmp_path, seconds=60):
+        for strategy in ("zero2", "zero3"):
+            several = rank.value[f"{strategy}, two backwards"]
+            assert several.startswith("RuntimeError: DeepSpeed takes one backward in a training_step")
+            assert "Add the losses" in several
+        by_hand = rank.value["zero2, steps every second"]
+        assert by_hand.startswith("RuntimeError: this backward would replace gradients that no step of the optimizer has used")
+        assert "give accumulate=k to the ODBDataLoader" in by_hand
+        assert rank.value["zero3, steps every second"] == "", "which adds them"
 
 
 def test_the_strategy_may_count(with_ddp: ByCase) -> None:

@@ -110,6 +110,8 @@ def test_gradients_under_manual_optimization_where_parameters_may_be_unused(tmp_
         assert result.value["is_idle"] == [False] + [rank == 1] * 3
         assert min(result.value["head"]) > 1e-2
         assert result.value["extra"] == [0.0, 0.0]
+        first, second, third = result.value["overfitted"]
+        assert any(first) and first == second == third, "though each epoch's only window is the same one"
 
 
 @pytest.mark.gpu

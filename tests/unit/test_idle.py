@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAUROC
 from odb_lightning import ODBDataLoader
 from odb_lightning.strategies.idle import BorrowedBuffers, gradient_leaves, zeroed_gradients
 from odb_lightning.strategies.logs import _neutral
+from odb_lightning.strategies.metric_lists import even_lists, leave_lists
 from odb_lightning.strategies.metrics import counting_nothing
 from odb_lightning.strategies.unwrapping import unwrapping
 from tests.multiprocess.trainers import make_trainer
@@ -150,6 +151,20 @@ def test_a_copy_of_a_metric_counts_and_leaves_the_metric_alone(duplicate: Callab
     assert metric.compute() == 1.0
 
 
+def test_lists_are_evened_until_the_last_trainer_is_done() -> None:
+    """A hook of a fit may run a trainer of its own, on one device or on several."""
+    original = Metric._sync_dist
+    outer, inner = nn.Module(), nn.Module()
+    even_lists(outer)
+    even_lists(inner)
+    evened = Metric._sync_dist
+    leave_lists(inner)
+    leave_lists(nn.Module())
+    assert Metric._sync_dist is evened is not original
+    leave_lists(outer)
+    assert Metric._sync_dist is original
+
+
 # --- buffers ---
 
 
@@ -185,14 +200,14 @@ class Grown(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("frequencies", torch.zeros(2))
-        self.length = 2
+        self._length = 2
         self.num_calls = 0
 
     def forward(self, length: int) -> Tensor:
         self.num_calls += 1
-        if length > self.length:
+        if length > self._length:
             self.register_buffer("frequencies", torch.zeros(length))
-            self.length = length
+            self._length = length
         return self.frequencies[:length]
 
 
@@ -219,7 +234,7 @@ def test_a_part_with_a_new_buffer_is_as_it_was_and_the_module_keeps_its_attribut
         borrowed.give_back()
         assert module.num_calls == num_calls
         assert module.longest == 0.0
-        assert module.grown.length == len(module.grown.frequencies) == 2
+        assert module.grown._length == len(module.grown.frequencies) == 2
     assert module.grown.num_calls == 1, "of the call that put no new buffer in place"
     assert len(module(4)) == 4
 

@@ -88,6 +88,18 @@ def test_optimizers_made_anew_have_their_first_rates() -> None:
     assert model.seen == [[0.004], [0.04]]
 
 
+def test_a_callback_that_saves_may_stand_before_it() -> None:
+    saved: list[Any] = []
+
+    class Saves(lightning.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            saved.append(schedule.state_dict())
+
+    schedule = SampleSchedule(per_mille)
+    make_trainer("odb", devices=1, callbacks=[Saves(), schedule]).fit(Model(), make_loader())
+    assert saved == [{"samples": count} for count in (4, 8, 10)]
+
+
 def test_a_checkpoint_counts_finished_windows_and_the_rates_are_those_configured(tmp_path: Path) -> None:
     """A resumed run begins a window again; a rate given anew holds from there on."""
     model, schedule = Model(), SampleSchedule(per_mille)
