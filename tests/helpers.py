@@ -1,4 +1,4 @@
-"""Runs commands that start several processes, with a hard time limit on all of them."""
+"""Runs commands that start several processes, with a hard time limit on all of them; and what makes `odb-train` quick."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ from pathlib import Path
 import pytest
 
 _GRACE_SECONDS = 5.0
+
+TINY_MODEL = (
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=64",
+    "model.config.num_hidden_layers=1",
+    "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=1",
+    "model.config.head_dim=16",
+)
+"""Overrides for `odb-train`."""
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,8 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
 
 
 def _begin_window(optimizer: Any) -> None:
-    """ZeRO 2 would add to what is left of a window that did not come to its end: a hook may end an epoch inside of one. The
-    attributes are stage 1's and 2's own, and are so after each update."""
+    """ZeRO 2 would add to what is left of a window that did not come to its end: a hook may end an epoch inside of one (see
+    `tests/multiprocess/test_loss_cases.py`). The attributes are stage 1's and 2's own, and are so after each update."""
     if hasattr(optimizer, "micro_step_id") and not hasattr(optimizer, "grad_partitions_flat_buffer"):
         optimizer.micro_step_id = -1
         for gradients in ("averaged_gradients", "all_grad_tensors"):
@@ -118,8 +118,8 @@ def _begin_window(optimizer: Any) -> None:
 
 def _forget_gradients(optimizer: Any) -> None:
     """Those of an update that was made. ZeRO 3 writes over them where the next update has some, and applies them again where it
-    has none: in a part of the module that its batches do not use (DeepSpeed 0.19; `tests/traps` holds that it does). The
-    attributes are stage 3's own."""
+    has none: in a part of the module that its batches do not use (DeepSpeed 0.19; `tests/multiprocess/test_loss_cases.py`
+    holds that it does). The attributes are stage 3's own."""
     gradients = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if gradients is None:
         return

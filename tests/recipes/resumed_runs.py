@@ -16,6 +16,7 @@ from hydra import compose, initialize_config_module
 from lightning.pytorch import Callback
 
 from odb_lightning.train import train
+from tests.helpers import TINY_MODEL
 
 TINY = (
     "data.limit=60",
@@ -24,12 +25,7 @@ TINY = (
     "odb.l_max=512",
     "odb.num_workers=1",
     "odb.buffer_size=16",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=64",
-    "model.config.num_hidden_layers=1",
-    "model.config.num_attention_heads=2",
-    "model.config.num_key_value_heads=1",
-    "model.config.head_dim=16",
+    *TINY_MODEL,
     "optim.lr=0.01",
     "extras.print_config=false",
     "audit=true",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import CommandResult, odb_train, run_command
+from tests.helpers import TINY_MODEL, CommandResult, odb_train, run_command
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -23,12 +23,7 @@ TINY = (
     "data.val_limit=12",
     "odb.l_max=512",
     "odb.num_workers=1",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=64",
-    "model.config.num_hidden_layers=1",
-    "model.config.num_attention_heads=2",
-    "model.config.num_key_value_heads=1",
-    "model.config.head_dim=16",
+    *TINY_MODEL,
     "optim.lr=0.01",
     "callbacks.progress.seconds=0",
     "extras.print_config=false",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import odb_train
+from tests.helpers import TINY_MODEL, odb_train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -21,12 +21,8 @@ TINY = (
     "data.val_limit=7",
     "odb.l_max=256",
     "odb.num_workers=0",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=64",
+    *TINY_MODEL,
     "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=2",
-    "model.config.num_key_value_heads=1",
-    "model.config.head_dim=16",
     "optim.lr=0.01",
     "extras.print_config=false",
     "logger=none",
