@@ -18,8 +18,9 @@ from odb_lightning.runtime.epoch import EpochRun
 from odb_lightning.runtime.errors import Failure, PeerFailure, RaisedFailure
 from odb_lightning.runtime.exchange import Exchange, SoloExchange
 from odb_lightning.runtime.fetch import Fetcher
+from odb_lightning.runtime.forking import can_meet_peers
 from odb_lightning.runtime.gloo import GlooExchange, has_abandoned_group
-from odb_lightning.runtime.guard import can_look_up_names, end_with_parent, exit_put_off, keep_freed_memory, own_signals
+from odb_lightning.runtime.guard import end_with_parent, exit_put_off, keep_freed_memory, own_signals
 from odb_lightning.runtime.presence import Presence
 from odb_lightning.runtime.ring import BatchSender, SharedMemory
 from odb_lightning.runtime.seeding import derive_seed, seed_everything_local
@@ -46,7 +47,7 @@ def collate_main(
     os.environ[HELPER_VARIABLE] = "1"
     torch.set_num_threads(1)
     end_with_parent(stop)
-    if settings.world_size > 1 and not can_look_up_names():
+    if settings.world_size > 1 and not can_meet_peers():
         os._exit(START_AGAIN)
     batches.send_bytes(b"started")
     process = _CollateProcess(settings, BatchSender(batches, memory, MAX_READY_BATCHES), memory)

@@ -7,7 +7,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,7 +19,6 @@ _PARENT_POLL_SECONDS = 0.5
 _ORDERLY_END_SECONDS = 10.0
 _SIGNAL_AGAIN_SECONDS = 0.05
 _RAISE_AGAIN_SECONDS = 1.0
-_LOOK_UP_SECONDS = 10.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT_BYTES = 2**30
 
@@ -74,20 +72,6 @@ def end_with_launcher() -> None:
         _end()
 
     threading.Thread(target=watch, name="odb-launcher-watch", daemon=True).start()
-
-
-def can_look_up_names() -> bool:
-    """Whether a forked process can: not if a thread of its parent was just doing so, as that of a store is for each connection;
-    the child inherits the lock, and nobody to open it."""
-
-    def look_up() -> None:
-        with contextlib.suppress(OSError):
-            socket.gethostbyaddr("127.0.0.1")
-
-    thread = threading.Thread(target=look_up, name="odb-name-lookup", daemon=True)
-    thread.start()
-    thread.join(_LOOK_UP_SECONDS)
-    return not thread.is_alive()
 
 
 def keep_freed_memory() -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import clean_environment, end_group, group_ends
+from tests.helpers import clean_environment, end_group, group_ends, signal_group
+from tests.multiprocess.zygote import STACKS_SIGNAL
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +49,8 @@ def run_ranks(
     All ranks have the variables of `environment`, too. They are forks of a process that serves all calls; what that means for
     them is said in zygote.py. `on_started` is called here with their pids (their groups', too); the time it takes counts.
 
-    Everything that is left after `seconds`, or after the ranks have ended, is killed and fails the test. With `check`, a rank
+    Everything that is left after `seconds` (its stacks go to the output), or after the ranks have ended, is killed and fails
+    the test. With `check`, a rank
     that fails does, too, with its output.
     """
     deadline = time.monotonic() + seconds
@@ -88,6 +90,8 @@ def run_ranks(
             pid, status = zygote.receive(deadline)
             statuses[pid] = status
     except BaseException as error:
+        if isinstance(error, _NotDone):
+            _dump_stacks(pids, logs)
         for pid in pids:
             end_group(pid, at_once=True)
         zygote.end()  # which may know of ranks that this process does not
@@ -108,8 +112,17 @@ def run_ranks(
     return results
 
 
+def _dump_stacks(pids: list[int], logs: list[Path]) -> None:
+    """Of all threads of the ranks, and of what they forked, into their logs."""
+    for pid in pids:
+        signal_group(pid, STACKS_SIGNAL)
+    deadline, sizes = time.monotonic() + 5.0, [-1]
+    while time.monotonic() < deadline and sizes != (sizes := [log.stat().st_size for log in logs if log.exists()]):
+        time.sleep(0.5)  # until nothing is added
+
+
 def _outputs(logs: list[Path]) -> str:
-    return "\n".join(f"--- {log.name}\n{log.read_text()[-6000:]}" for log in logs if log.exists())
+    return "\n".join(f"--- {log.name}\n{log.read_text()[-20_000:]}" for log in logs if log.exists())
 
 
 class _NotDone(Exception):

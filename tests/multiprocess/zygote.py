@@ -9,6 +9,7 @@ Nothing is imported on top that a rank's children, if they are spawned, would ha
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -18,6 +19,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""Has a rank, and what it forks, write the stacks of its threads to its output."""
 
 
 def _main(descriptor: int) -> None:
@@ -91,6 +95,7 @@ def _be_a_rank(function: str, arguments: str, target: str, environment: dict[str
     import torchmetrics.utilities.prints
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+    faulthandler.register(STACKS_SIGNAL)
     os.environ.clear()
     os.environ.update(environment)
     # What else differs between processes that import these afresh.
