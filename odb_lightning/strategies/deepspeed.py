@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 
 from odb_lightning.checkpoints import ranks_of_zero
 from odb_lightning.strategies.steps import ODBStrategyMixin
@@ -37,6 +38,7 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
         self._has_gradient = False
         self._is_step_due = False
         """Whether a window has ended without a step of the optimizer since."""
+        self._uses: _Uses | None = None
 
     def setup_environment(self) -> None:
         if not isinstance(self.accelerator, CPUAccelerator):
@@ -74,12 +76,23 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._is_step_due = False
+        engine = self.deepspeed_engine
+        if engine.zero_optimization_stage() == 1 or engine.zero_use_cpu_optimizer():
+            self._uses = _Uses(self._module)
+
+    def teardown(self) -> None:
+        if self._uses is not None:
+            self._uses.close()
+            self._uses = None
+        super().teardown()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.deepspeed_engine.set_gradient_accumulation_boundary(self.ends_window)
         self._has_gradient = False
         if self.step_info is not None and self.step_info.step % self.step_info.accumulate == 0:
             _begin_window(self.deepspeed_engine.optimizer)
+            if self._uses is not None:
+                self._uses.of_window = None
         return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,8 +102,9 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
         return result
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Raises RuntimeError for the second of a step, which would take the place of the first, and in manual optimization for
-        the first of a window under ZeRO 1 and 2 if the optimizer was not stepped after the one before."""
+        """Raises RuntimeError for the second of a step, which would take the place of the first; in manual optimization for the
+        first of a window under ZeRO 1 and 2 if the optimizer was not stepped after the one before; and, under ZeRO 1 or with
+        the optimizer offloaded, for one that uses other parts of the module than those before it in its window."""
         if self._has_gradient:
             raise RuntimeError(
                 "DeepSpeed takes one backward in a training_step: of several, the last alone counts. Add the losses, and call "
@@ -104,7 +118,43 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
             )
         self._has_gradient = True
         self._is_step_due = not self._module.automatic_optimization and self.ends_window
-        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        loss = super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        if self._uses is not None:
+            self._uses.check(self.ends_window)
+        return loss
+
+
+class _Uses:
+    """The parameters that the backwards of a window use. They have to be the same, where DeepSpeed (0.19) hands over with the
+    last what that one uses, and loses what others have used, or adds it to the next window (`tests/multiprocess/
+    test_loss_cases.py`)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.of_window: set[str] | None = None
+        """Those of the backwards so far."""
+        self._now: set[str] = set()
+        trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._hooks = [parameter.register_hook(partial(self._note, name)) for name, parameter in trained]
+
+    def _note(self, name: str, _: Tensor) -> None:
+        self._now.add(name)
+
+    def check(self, ends_window: bool) -> None:
+        """After each backward. Raises RuntimeError."""
+        used, self._now = self._now, set()
+        others = (used if self.of_window is None else self.of_window) ^ used
+        if others:
+            some = ", ".join(sorted(others)[:3]) + (", ..." if len(others) > 3 else "")
+            raise RuntimeError(
+                f"some micro-batches of an accumulation window use {some}, and others do not: DeepSpeed loses gradients then, "
+                "under ZeRO 1 and with the optimizer offloaded. Run all parts of the module in every batch (a part without "
+                "input on a blank one, times zero), or take ZeRO 2 or 3 without offload, or accumulate_grad_batches=1"
+            )
+        self.of_window = None if ends_window else used
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _begin_window(optimizer: Any) -> None:
@@ -117,13 +167,13 @@ def _begin_window(optimizer: Any) -> None:
 
 
 def _forget_gradients(optimizer: Any) -> None:
-    """Those of an update that was made. ZeRO 3 writes over them where the next update has some, and applies them again where it
-    has none: in a part of the module that its batches do not use (DeepSpeed 0.19; `tests/multiprocess/test_loss_cases.py`
-    holds that it does). The attributes are stage 3's own."""
+    """Those of an update that was made. ZeRO 3, and 1 and 2 with the optimizer offloaded, write over them where the next update
+    has some, and apply them again where it has none: in a part of the module that its batches do not use (DeepSpeed 0.19;
+    `tests/multiprocess/test_loss_cases.py` holds that it does). The attributes are stage 3's own, then that of 1 and 2."""
     gradients = getattr(optimizer, "grad_partitions_flat_buffer", None)
-    if gradients is None:
-        return
-    gradients.zero_()
-    for partition in optimizer.fp32_partitioned_groups_flat:
-        if partition.grad is not None:  # on the CPU, with the optimizer
-            partition.grad.zero_()
+    if gradients is not None:
+        gradients.zero_()
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        for partition in getattr(optimizer, name, ()):
+            if partition.grad is not None:  # on the CPU, with the optimizer
+                partition.grad.zero_()

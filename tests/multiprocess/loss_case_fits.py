@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from odb_lightning import ODBDataLoader, ODBDeepSpeedStrategy
+from odb_lightning import ODBDataLoader, ODBDDPStrategy, ODBDeepSpeedStrategy
 from odb_lightning.batch import StepInfo
 from odb_lightning.callbacks import RunSummary
 from odb_lightning.models import CausalLM
@@ -409,36 +410,62 @@ def reductions_in_groups() -> dict[str, Any]:
 
 
 class WithASpare(training_cases.Model):
-    """A layer that only the first of three updates uses; its gradient there is 1."""
+    """A layer that some batches use; its gradient there is 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, used_in: Iterable[int]) -> None:
         super().__init__()
         self.spare = nn.Linear(4, 1, bias=False)
         nn.init.zeros_(self.spare.weight)
+        self.used_in = used_in
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss + self.spare(torch.ones(1, 4)).sum() if batch_idx == 0 else loss
+        return loss + self.spare(torch.ones(1, 4)).sum() if batch_idx in self.used_in else loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
+STAGES = {
+    f"{stage}, offloaded" if is_offloaded else str(stage): (stage, is_offloaded)
+    for stage in (1, 2, 3)
+    for is_offloaded in (False, True)
+}
+"""Of ZeRO, and whether the optimizer is offloaded."""
+
+
 def spares() -> dict[str, list[float]]:
-    """The layer's weights after the fit, by strategy."""
-    results = {}
-    for stage, is_offloaded in ((2, False), (3, False), (3, True)):
-        results[f"{stage}, offloaded" if is_offloaded else str(stage)] = _spare_weights(stage, is_offloaded)
+    """The layer's weights after a fit of three updates of which the first uses it, by strategy."""
+    results = {name: _spare_weights(make_stage(name), [0], 3) for name in STAGES}
     deepspeed._forget_gradients = lambda optimizer: None
-    results["3, as it is"] = _spare_weights(3, False)
+    return results | {f"{name}, as it is": _spare_weights(make_stage(name), [0], 3) for name in STAGES}
+
+
+def spares_in_windows() -> dict[str, list[float] | str]:
+    """The same after two windows of two, by strategy and batches that use the layer; or what the fit ended with."""
+    results: dict[str, list[float] | str] = {}
+    for used_in in ([0], [1], [0, 1], [0, 1, 2, 3]):
+        results[f"ddp {used_in}"] = _spare_weights(ODBDDPStrategy(find_unused_parameters=True, timeout=LIMIT), used_in, 4)
+        for name in STAGES:
+            try:
+                results[f"{name} {used_in}"] = _spare_weights(make_stage(name), used_in, 4)
+            except RuntimeError as error:
+                results[f"{name} {used_in}"] = str(error)
     return results
 
 
-def _spare_weights(stage: int, is_offloaded: bool) -> list[float]:
+def make_stage(name: str) -> ODBDeepSpeedStrategy:
+    stage, is_offloaded = STAGES[name]
     strategy = ODBDeepSpeedStrategy(stage=stage, offload_optimizer=is_offloaded, timeout=LIMIT)
     strategy.config["zero_force_ds_cpu_optimizer"] = False
     strategy.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    done = fit(WithASpare(), strategy, [[[0, 4, 10]], [[13, 4, 0]]], training_cases.Samples(), training_cases.pad)
+    return strategy
+
+
+def _spare_weights(strategy: Any, used_in: list[int], num_batches: int) -> list[float]:
+    shards: list[Shard] = [[[0, 4, 10, 13][:num_batches]], [[13, 4, 0, 10][:num_batches]]]
+    accumulate = 2 if num_batches == 4 else 1
+    done = fit(WithASpare(used_in), strategy, shards, training_cases.Samples(), training_cases.pad, accumulate=accumulate)
     return done.final[-4:].tolist()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiprocess.loss_case_fits import GROUPS, OF_RANKS, REDUCTIONS, STATED, stated_value
+from tests.multiprocess.loss_case_fits import GROUPS, OF_RANKS, REDUCTIONS, STAGES, STATED, stated_value
 from tests.multiprocess.ranks import run_ranks
 
 STRATEGIES = [("single", 1), ("zero2", 1), ("ddp", 2), ("zero2", 2)]
@@ -160,10 +160,26 @@ def test_reductions_over_some_of_the_ranks_are_those_of_the_active_ones_among_th
 
 
 def test_a_part_that_an_update_does_not_use_is_left_alone(tmp_path: Path) -> None:
-    """DeepSpeed's stage 3 by itself applies the gradient of the update before again."""
+    """DeepSpeed by itself applies the gradient of the update before again, in stage 3 and with the optimizer offloaded."""
     for rank in run("spares", 2, tmp_path):
-        assert rank.pop("3, as it is") == pytest.approx([-3.0] * 4)
-        assert rank == {name: pytest.approx([-1.0] * 4) for name in ("2", "3", "3, offloaded")}
+        for name in STAGES:
+            assert rank[name] == pytest.approx([-1.0] * 4)
+            repeats = name == "3" or "offloaded" in name
+            assert rank[f"{name}, as it is"] == pytest.approx([-3.0 if repeats else -1.0] * 4)
+
+
+def test_a_part_that_some_micro_batches_of_a_window_use(tmp_path: Path) -> None:
+    """Is refused where DeepSpeed loses gradients."""
+    for rank in run("spares_in_windows", 2, tmp_path):
+        for used_in in ([0], [1], [0, 1], [0, 1, 2, 3]):
+            weights = rank[f"ddp {used_in}"]
+            assert weights == pytest.approx([-0.5 * len(used_in)] * 4, abs=0.2), "about, as windows weigh by their tokens"
+            for name in STAGES:
+                result = rank[f"{name} {used_in}"]
+                if len(used_in) == 1 and name not in ("2", "3"):
+                    assert "window use spare.weight, and others do not" in result
+                else:
+                    assert result == pytest.approx(weights)
 
 
 def test_what_is_left_of_a_window_goes_into_no_other(tmp_path: Path) -> None:
