@@ -145,7 +145,7 @@ def plain_loader(batches: list[list[list[int]]], is_sized: bool = True) -> DataL
 
 
 def fit(strategy: Any, model: Model, loader: Any, **options: Any) -> lightning.Trainer:
-    """On two ranks."""
+    """On two ranks, if the options do not say otherwise."""
     trainer = make_trainer(strategy, use_distributed_sampler=False, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

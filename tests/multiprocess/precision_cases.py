@@ -74,20 +74,25 @@ class Line(lightning.LightningModule):
 
 
 class Norms(lightning.Callback):
-    """The norm of the gradient of each update, before it is clipped; under ZeRO as the engine found it."""
+    """The norm of the gradient of each update, before it is clipped; under ZeRO, but for stage 0, as the engine found it."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
 
     def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: Any, optimizer: Any) -> None:
-        if not hasattr(trainer.strategy, "deepspeed_engine"):
+        if _sharding_engine(trainer) is None:
             norm = nn.utils.get_total_norm([parameter.grad for parameter in pl_module.parameters()])
             self.norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        engine = getattr(trainer.strategy, "deepspeed_engine", None)
+        engine = _sharding_engine(trainer)
         if engine is not None and len(self.norms) < engine.global_steps:
             self.norms.append(float(engine.get_global_grad_norm()))
+
+
+def _sharding_engine(trainer: lightning.Trainer) -> Any:
+    engine = getattr(trainer.strategy, "deepspeed_engine", None)
+    return engine if engine is not None and engine.zero_optimization_stage() > 0 else None
 
 
 class Overflowing(CausalLM):
@@ -108,7 +113,7 @@ def all_cases(strategy: str) -> dict[str, Any]:
         if strategy == "ddp":
             results[f"{precision}, no scale"] = exactness(strategy, ranks, precision, loss_scaling="none")
         results[f"{precision}, multiplier"] = multiplier(strategy, ranks, precision)
-    if strategy != "fsdp2":  # which has no scaler on CPU
+    if strategy not in ("fsdp2", "zero0"):  # which look for none without a scaler, and have none on CPU
         results["overflow"] = overflow(strategy, ranks)
     if strategy.startswith("zero"):
         try:

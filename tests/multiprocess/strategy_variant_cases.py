@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import _common_utils as fsdp_internals
@@ -27,7 +27,7 @@ from tests.multiprocess.exact_fits import (
     unshifted,
     weighted,
 )
-from tests.multiprocess.fitting import make, shard_for
+from tests.multiprocess.fitting import make, num_ranks, shard_for
 from tests.multiprocess.training_cases import LEARNING_RATE, VOCABULARY, _whole, make_network
 
 CASES: dict[str, dict[str, Any]] = {
@@ -241,11 +241,11 @@ NEVER_IDLE = [[0, 1, 4], [10, 12, 13]]
 def objectives(strategy: str) -> dict[str, Any]:
     """Kinds of losses, with idle steps and windows of two; and windows that change from epoch to epoch, which Lightning refuses
     under DeepSpeed."""
-    results = {}
+    results, devices = {}, num_ranks(strategy)
     for name, (options, strategy_options, loader_options) in OBJECTIVES.items():
         model = Model(**options, shard=shard_for(strategy))
         loader = odb_loader(UNEQUAL, l_max=24, **loader_options)
-        trainer = fit(make(strategy, **strategy_options), model, loader, accumulate_grad_batches=2)
+        trainer = fit(make(strategy, **strategy_options), model, loader, accumulate_grad_batches=2, devices=devices)
         results[name] = outcome(trainer, model, accumulate=2)
     if not strategy.startswith("zero"):
         results["scheduled"] = _scheduled(strategy)
@@ -254,7 +254,7 @@ def objectives(strategy: str) -> dict[str, Any]:
 
 def _scheduled(strategy: str) -> dict[str, Any]:
     scheduler, model = GradientAccumulationScheduler({0: 3, 2: 1, 3: 2}), Model(shard=shard_for(strategy))
-    trainer = fit(make(strategy), model, odb_loader(UNEQUAL), max_epochs=4, callbacks=[scheduler])
+    trainer = fit(make(strategy), model, odb_loader(UNEQUAL), max_epochs=4, callbacks=[scheduler], devices=num_ranks(strategy))
     return outcome(trainer, model, accumulate=scheduler.get_accumulate_grad_batches)
 
 
@@ -267,13 +267,16 @@ class PlainModel(Model):
 def _unscaled(strategy: str) -> dict[str, Any]:
     """Three steps in windows of two; besides, how far the parameters are from those after the same batches under a strategy of
     Lightning's: for DeepSpeed, which Lightning has on GPUs alone, under DDP."""
-    model = Model(shard=shard_for(strategy))
-    trainer = fit(make(strategy, loss_scaling="none"), model, odb_loader(NEVER_IDLE), accumulate_grad_batches=2)
+    model, devices = Model(shard=shard_for(strategy)), num_ranks(strategy)
+    trainer = fit(
+        make(strategy, loss_scaling="none"), model, odb_loader(NEVER_IDLE), accumulate_grad_batches=2, devices=devices
+    )
     result = outcome(trainer, model, accumulate=2)
     plain = PlainModel(shard=shard_for(strategy))
-    plain_strategy = ModelParallelStrategy(2, 1) if strategy == "fsdp2" else DDPStrategy(timeout=LIMIT)
+    ddp = DDPStrategy(timeout=LIMIT)
+    plain_strategy = {"fsdp2": ModelParallelStrategy(2, 1), "single": SingleDeviceStrategy("cpu")}.get(strategy, ddp)
     batches = [ids for _, _, ids in model.steps]
-    fit(plain_strategy, plain, plain_loader([batches] * 2), accumulate_grad_batches=2)
+    fit(plain_strategy, plain, plain_loader([batches] * 2), accumulate_grad_batches=2, devices=devices)
     return result | {"from_lightning": float((model.final - plain.final).abs().max())}
 
 

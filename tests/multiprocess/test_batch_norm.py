@@ -11,7 +11,7 @@ from tests.multiprocess.manual_and_batch_norm_cases import BATCH_NORM
 from tests.multiprocess.ranks import run_ranks
 
 CASES_FILE = "tests.multiprocess.manual_and_batch_norm_cases"
-GROUPS = [["ddp"], ["zero1", "zero2", "zero3"], ["fsdp2"]]
+GROUPS = [["ddp"], ["zero0", "zero1", "zero2", "zero3"], ["fsdp2"]]
 ROUNDING = 1e-5  # float32 against float64; of two rows a BatchNorm makes almost signs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(100)]

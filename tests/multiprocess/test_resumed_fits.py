@@ -21,7 +21,7 @@ ONE_DEVICE: list[dict[str, Any]] = [
     {"accumulate": 2, "num_workers": 2, "max_epochs": 2},
     {"scheduled": {"0": 2, "1": 3}, "max_epochs": 2},
 ]
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
+STRATEGIES = ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"]
 
 
 def check(result: dict[str, Any], accumulate: Callable[[int], int]) -> None:
