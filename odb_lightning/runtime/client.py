@@ -20,6 +20,8 @@ _RING_BYTES = (2**28, 2**25)
 """Of address space: memory is used for the most that was under way at once. The less where a limit does not allow the more."""
 _POLL_SECONDS = 1.0
 _START_ATTEMPTS = 3
+_FORK_SECONDS = 30.0
+"""For a forked process to run: some lock of its parent's, held for ever, may stop it before it can tell."""
 
 _live: weakref.WeakSet[CollateProcess] = weakref.WeakSet()
 
@@ -62,38 +64,45 @@ class CollateProcess:
         self._owner = os.getpid()
         self._stand_in: Any = None
         self.is_stopping = False
-        attempts = 1
-        self._start(settings)
-        while self._was_forked_at_a_bad_moment() and attempts < _START_ATTEMPTS:
+        for attempts_left in reversed(range(_START_ATTEMPTS)):
+            self._start(settings)
+            if self._has_started(may_start_again=self._is_forked and attempts_left > 0):
+                break
             self.close()
             self.is_stopping = False
-            self._start(settings)
-            attempts += 1
         self._receiver = BatchReceiver(self._batches, self._memory, pin_memory)
         self._arrival = Readiness(self._batches)
 
-    def _was_forked_at_a_bad_moment(self) -> bool:
-        """Waits for the process to say that it has started, or that another one is needed; for other ends see `receive`."""
+    def _has_started(self, may_start_again: bool) -> bool:
+        """Waits for the process to say so. False, if it may start again, for one that was forked at a bad moment: it says that,
+        or nothing at all. For other ends see `receive`."""
+        setup = self._timeouts.setup
+        is_given_up_sooner = may_start_again and setup > _FORK_SECONDS
         try:
-            if self._batches.poll(self._timeouts.setup):
+            if self._batches.poll(_FORK_SECONDS if is_given_up_sooner else setup):
                 self._batches.recv_bytes()
+                return True
+            self._process.kill()
+            if is_given_up_sooner:
                 return False
-            limit = f"Timeouts(setup={self._timeouts.setup:.0f}) seconds"
-            raise ODBLoaderError(f"the collate process of rank {self._rank} did not start within {limit}")
+            raise ODBLoaderError(
+                f"the collate process of rank {self._rank} did not start within Timeouts(setup={setup:.0f}) seconds"
+            )
         except (EOFError, ConnectionError):
             self._process.join(self._timeouts.stop)
-            return bool(self._process.exitcode == START_AGAIN)
+            return not may_start_again or self._process.exitcode != START_AGAIN
         except BaseException:
             self.close()
             raise
 
     def _start(self, settings: LoaderSettings) -> None:
         context: Any = multiprocessing.get_context(settings.start_method)
+        self._is_forked = context.get_start_method() == "fork"
         self._memory = _new_ring()
         self._batches, batches = context.Pipe()
         requests, self._requests = context.Pipe(duplex=False)
         stop, self._stop = context.Pipe(duplex=False)
-        arguments = (settings, batches, requests, stop, self._memory)
+        arguments = (settings, batches, requests, stop, self._memory, self._is_forked)
         # Not daemonic: daemonic processes can't have workers.
         self._process = context.Process(target=collate_main, args=arguments, name=HELPER_PROCESS_NAME, daemon=False)
         try:

@@ -31,13 +31,20 @@ MAX_READY_BATCHES = 8
 """Batches that wait for the training process at most."""
 _WORKER_SECONDS = 1.0
 """For a worker to end the sample that it is at, where the process ends."""
+_MEET_SECONDS = 10.0
+"""To find out whether it can."""
 START_AGAIN = 75
 """The exit code of a process that was forked at a bad moment."""
 _TRAINER_GONE = Failure("its training process", "it is gone without a word; it may have been killed")
 
 
 def collate_main(
-    settings: LoaderSettings, batches: Connection, requests: Connection, stop: Connection, memory: SharedMemory
+    settings: LoaderSettings,
+    batches: Connection,
+    requests: Connection,
+    stop: Connection,
+    memory: SharedMemory,
+    is_forked: bool,
 ) -> None:
     """Serves epochs until it is told to stop, or its parent is gone."""
     gc.freeze()  # what was inherited is not this process's to delete: it may hold threads, which stayed behind
@@ -47,7 +54,8 @@ def collate_main(
     os.environ[HELPER_VARIABLE] = "1"
     torch.set_num_threads(1)
     end_with_parent(stop)
-    if settings.world_size > 1 and not can_meet_peers():
+    has_peers = settings.world_size > 1
+    if has_peers and is_forked and not can_meet_peers(min(_MEET_SECONDS, settings.timeouts.setup / 2)):
         os._exit(START_AGAIN)
     batches.send_bytes(b"started")
     process = _CollateProcess(settings, BatchSender(batches, memory, MAX_READY_BATCHES), memory)

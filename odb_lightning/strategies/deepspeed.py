@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 
 from odb_lightning.checkpoints import ranks_of_zero
+from odb_lightning.strategies.parts import PartsUsed
 from odb_lightning.strategies.steps import ODBStrategyMixin
 
 
@@ -38,7 +38,7 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
         self._has_gradient = False
         self._is_step_due = False
         """Whether a window has ended without a step of the optimizer since."""
-        self._uses: _Uses | None = None
+        self._uses: PartsUsed | None = None
 
     def setup_environment(self) -> None:
         if not isinstance(self.accelerator, CPUAccelerator):
@@ -77,8 +77,10 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
         super().on_train_start()
         self._is_step_due = False
         engine = self.deepspeed_engine
-        if engine.zero_optimization_stage() == 1 or engine.zero_use_cpu_optimizer():
-            self._uses = _Uses(self._module)
+        stage, is_offloaded = engine.zero_optimization_stage(), engine.zero_use_cpu_optimizer()
+        reduces_in_backward = stage == 2 or (stage == 1 and engine.zero_overlap_comm())
+        if stage > 0 and (reduces_in_backward or is_offloaded):
+            self._uses = PartsUsed(self._module, self.root_device, is_alike_in_window=stage == 1 or is_offloaded)
 
     def teardown(self) -> None:
         if self._uses is not None:
@@ -89,22 +91,23 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.deepspeed_engine.set_gradient_accumulation_boundary(self.ends_window)
         self._has_gradient = False
-        if self.step_info is not None and self.step_info.step % self.step_info.accumulate == 0:
+        if self._begins_window:
             _begin_window(self.deepspeed_engine.optimizer)
             if self._uses is not None:
-                self._uses.of_window = None
+                self._uses.of_window.clear()
         return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        self._is_step_due = False
-        _forget_gradients(self.deepspeed_engine.optimizer)
+        if self.deepspeed_engine.is_gradient_accumulation_boundary():  # else the engine has only counted the batch
+            self._is_step_due = False
+            _forget_gradients(self.deepspeed_engine.optimizer)
         return result
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Raises RuntimeError for the second of a step, which would take the place of the first; in manual optimization for the
-        first of a window under ZeRO 1 and 2 if the optimizer was not stepped after the one before; and, under ZeRO 1 or with
-        the optimizer offloaded, for one that uses other parts of the module than those before it in its window."""
+        first of a window under ZeRO 1 and 2 if the optimizer was not stepped after the one before; and for the last of a window
+        in which ranks, or micro-batches, used different parts of the module, where DeepSpeed needs them alike."""
         if self._has_gradient:
             raise RuntimeError(
                 "DeepSpeed takes one backward in a training_step: of several, the last alone counts. Add the losses, and call "
@@ -118,43 +121,13 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
             )
         self._has_gradient = True
         self._is_step_due = not self._module.automatic_optimization and self.ends_window
-        loss = super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
-        if self._uses is not None:
-            self._uses.check(self.ends_window)
+        if self._uses is None:
+            return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        with self._uses.noted():
+            loss = super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        if self.ends_window:
+            self._uses.check()
         return loss
-
-
-class _Uses:
-    """The parameters that the backwards of a window use. They have to be the same, where DeepSpeed (0.19) hands over with the
-    last what that one uses, and loses what others have used, or adds it to the next window (`tests/multiprocess/
-    test_loss_cases.py`)."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.of_window: set[str] | None = None
-        """Those of the backwards so far."""
-        self._now: set[str] = set()
-        trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        self._hooks = [parameter.register_hook(partial(self._note, name)) for name, parameter in trained]
-
-    def _note(self, name: str, _: Tensor) -> None:
-        self._now.add(name)
-
-    def check(self, ends_window: bool) -> None:
-        """After each backward. Raises RuntimeError."""
-        used, self._now = self._now, set()
-        others = (used if self.of_window is None else self.of_window) ^ used
-        if others:
-            some = ", ".join(sorted(others)[:3]) + (", ..." if len(others) > 3 else "")
-            raise RuntimeError(
-                f"some micro-batches of an accumulation window use {some}, and others do not: DeepSpeed loses gradients then, "
-                "under ZeRO 1 and with the optimizer offloaded. Run all parts of the module in every batch (a part without "
-                "input on a blank one, times zero), or take ZeRO 2 or 3 without offload, or accumulate_grad_batches=1"
-            )
-        self.of_window = None if ends_window else used
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
 
 def _begin_window(optimizer: Any) -> None:

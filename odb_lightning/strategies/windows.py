@@ -28,6 +28,14 @@ class PlansWindows(Strategy):
             self._trainer.accumulate_grad_batches = scheduler.get_accumulate_grad_batches(epoch)
 
     @property
+    def _begins_window(self) -> bool:
+        """Whether the batch in training is the first of its accumulation window."""
+        info = self.step_info
+        if info is not None:
+            return info.step % info.accumulate == 0
+        return int(self._trainer.fit_loop.epoch_loop.batch_idx) % int(self._trainer.accumulate_grad_batches) == 0
+
+    @property
     def ends_window(self) -> bool:
         """Whether the batch in training is the last of its accumulation window, after which the optimizer is to step."""
         loop = self._trainer.fit_loop

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning
@@ -427,11 +428,15 @@ class WithASpare(training_cases.Model):
 
 
 STAGES = {
-    f"{stage}, offloaded" if is_offloaded else str(stage): (stage, is_offloaded)
-    for stage in (1, 2, 3)
-    for is_offloaded in (False, True)
+    "1": (1, False, True),
+    "1, no overlap": (1, False, False),
+    "1, offloaded": (1, True, True),
+    "2": (2, False, True),
+    "2, offloaded": (2, True, True),
+    "3": (3, False, True),
+    "3, offloaded": (3, True, True),
 }
-"""Of ZeRO, and whether the optimizer is offloaded."""
+"""Of ZeRO; whether the optimizer is offloaded, and gradients are reduced during the backward."""
 
 
 def spares() -> dict[str, list[float]]:
@@ -455,8 +460,8 @@ def spares_in_windows() -> dict[str, list[float] | str]:
 
 
 def make_stage(name: str) -> ODBDeepSpeedStrategy:
-    stage, is_offloaded = STAGES[name]
-    strategy = ODBDeepSpeedStrategy(stage=stage, offload_optimizer=is_offloaded, timeout=LIMIT)
+    stage, is_offloaded, overlaps = STAGES[name]
+    strategy = ODBDeepSpeedStrategy(stage=stage, offload_optimizer=is_offloaded, overlap_comm=overlaps, timeout=LIMIT)
     strategy.config["zero_force_ds_cpu_optimizer"] = False
     strategy.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return strategy
@@ -467,6 +472,33 @@ def _spare_weights(strategy: Any, used_in: list[int], num_batches: int) -> list[
     accumulate = 2 if num_batches == 4 else 1
     done = fit(WithASpare(used_in), strategy, shards, training_cases.Samples(), training_cases.pad, accumulate=accumulate)
     return done.final[-4:].tolist()
+
+
+class OfRanks(WithASpare):
+    """Each rank has a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.other = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(self.other.weight)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = training_cases.Model.training_step(self, batch, batch_idx)
+        return loss + (self.other if self.global_rank else self.spare)(torch.ones(1, 4)).sum()
+
+
+def layers_of_ranks() -> dict[str, list[float] | str]:
+    """The weights of both layers after an update, or what the fit ended with."""
+    strategies = {"ddp": lambda: ODBDDPStrategy(find_unused_parameters=True, timeout=LIMIT), "0": lambda: make("zero0")}
+    strategies |= {name: partial(make_stage, name) for name in ("1", "1, no overlap", "2", "2, offloaded")}
+    results: dict[str, list[float] | str] = {}
+    for name, strategy in strategies.items():
+        try:
+            done = fit(OfRanks(), strategy(), [[[0]], [[13]]], training_cases.Samples(), training_cases.pad)
+            results[name] = done.final[-8:].tolist()
+        except RuntimeError as error:
+            results[name] = str(error)
+    return results
 
 
 # --- an epoch that a hook ends inside a window ---

@@ -50,8 +50,7 @@ def run_ranks(
     them is said in zygote.py. `on_started` is called here with their pids (their groups', too); the time it takes counts.
 
     Everything that is left after `seconds` (its stacks go to the output), or after the ranks have ended, is killed and fails
-    the test. With `check`, a rank
-    that fails does, too, with its output.
+    the test. With `check`, a rank that fails does, too, with its output.
     """
     deadline = time.monotonic() + seconds
     with socket.socket() as free:

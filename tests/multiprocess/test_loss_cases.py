@@ -176,10 +176,22 @@ def test_a_part_that_some_micro_batches_of_a_window_use(tmp_path: Path) -> None:
             assert weights == pytest.approx([-0.5 * len(used_in)] * 4, abs=0.2), "about, as windows weigh by their tokens"
             for name in STAGES:
                 result = rank[f"{name} {used_in}"]
-                if len(used_in) == 1 and name not in ("2", "3"):
+                if len(used_in) == 1 and (name == "1" or "offloaded" in name):
                     assert "window use spare.weight, and others do not" in result
                 else:
                     assert result == pytest.approx(weights)
+
+
+def test_parts_that_some_ranks_use(tmp_path: Path) -> None:
+    """Are refused where DeepSpeed adds one rank's gradient to another part."""
+    for rank in run("layers_of_ranks", 2, tmp_path):
+        exact = rank.pop("ddp")
+        assert len(set(exact)) == 2 and sum(exact) == pytest.approx(-4.0)
+        for name, result in rank.items():
+            if name in ("0", "1, no overlap"):
+                assert result == pytest.approx(exact)
+            else:
+                assert "some ranks use spare.weight, other.weight in a micro-batch in which others do not" in result
 
 
 def test_what_is_left_of_a_window_goes_into_no_other(tmp_path: Path) -> None:

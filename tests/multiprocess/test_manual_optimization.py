@@ -41,6 +41,15 @@ def test_the_update_is_the_mean_over_all_its_targets(fits: tuple[str, ByCase], c
     assert any(any(rank["idle"]) for rank in results[case]) == (strategy != "single")
 
 
+def test_the_engine_of_deepspeed_says_which_steps_are_made(fits: tuple[str, ByCase]) -> None:
+    strategy, results = fits
+    assert ("steps every batch" in results) == strategy.startswith("zero")
+    for rank in results.get("steps every batch", []):
+        assert rank["error"] < ROUNDING
+        assert rank["spread"] == 0.0
+        assert rank["moved"] > 1e-2
+
+
 def test_several_backwards_in_a_step(with_ddp: ByCase) -> None:
     """All of their forwards are without a trace in an idle step."""
     for rank in with_ddp["two backwards"]:

@@ -15,7 +15,6 @@ from tests.multiprocess.ranks import run_ranks
 from tests.multiprocess.trainers import make_trainer
 
 GROUPS = [["single"], ["ddp"], ["zero0", "zero1", "zero2", "zero3"], ["fsdp2"]]
-"""Without ZeRO 0, which in float32 looks neither for a norm to tell nor for an overflow."""
 TOLERANCES = {"32-true": 2e-6, "bf16-mixed": 0.03, "bf16-true": 0.06, "16-mixed": 0.005}
 """Of the parameters, relative to how far they have moved, after a few updates: bfloat16 has eight bits. Under "bf16-true" small
 updates are rounded away besides, but for ZeRO, which keeps a copy in float32."""

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from odb_lightning import ODBDataLoader, ODBLoaderError, Timeouts
-from odb_lightning.runtime import forking
+from odb_lightning.runtime import collate_process
 from odb_lightning.sampling import ShardedSampler
 from tests.loader_data import Lengths, UserError, make_loader, raise_in_the_users_code
 from tests.loader_processes import no_process_is_left  # noqa: F401  (a fixture)
@@ -214,7 +214,7 @@ def test_a_failure_in_the_tail_of_the_rank_that_holds_the_store_was_heard_in_tim
     """It waits for its peers to hear of it before the store goes with it."""
 
     def rank_0(connection: Any) -> None:
-        forking._LIMIT_SECONDS = 2.0  # it forks while its peer connects
+        collate_process._MEET_SECONDS = 2.0  # it forks while its peer connects
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         connection.send(store.port)
         loader = loader_of(0, store.port)
