@@ -78,9 +78,9 @@ class ODBDeepSpeedStrategy(ODBStrategyMixin, DeepSpeedStrategy):
         self._is_step_due = False
         engine = self.deepspeed_engine
         stage, is_offloaded = engine.zero_optimization_stage(), engine.zero_use_cpu_optimizer()
-        reduces_in_backward = stage == 2 or (stage == 1 and engine.zero_overlap_comm())
-        if stage > 0 and (reduces_in_backward or is_offloaded):
-            self._uses = PartsUsed(self._module, self.root_device, is_alike_in_window=stage == 1 or is_offloaded)
+        if stage in (1, 2) or (stage == 3 and is_offloaded):
+            is_alike_in_window = is_offloaded or (stage == 1 and engine.zero_overlap_comm())
+            self._uses = PartsUsed(self._module, self.root_device, is_alike_in_window)
 
     def teardown(self) -> None:
         if self._uses is not None:

@@ -1,8 +1,8 @@
 """Which parts of a module its backwards use, under DeepSpeed (0.19), where they have to be the same.
 
-On all ranks: it adds gradients up by their order, so that those of one part may go to another. And, under ZeRO 1 and with the
-optimizer offloaded, in all micro-batches of a window: it loses what the last of them does not use. `tests/multiprocess/
-test_loss_cases.py` holds that it does.
+On all ranks: it adds gradients up by their order, so that those of one part may go to another. And in all micro-batches of a
+window, with the optimizer offloaded and under ZeRO 1, unless overlap_comm=False: it loses what the last of them does not use
+(`tests/multiprocess/test_loss_cases.py`).
 """
 
 from __future__ import annotations

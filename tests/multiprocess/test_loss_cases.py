@@ -171,7 +171,7 @@ def test_a_part_that_an_update_does_not_use_is_left_alone(tmp_path: Path) -> Non
 def test_a_part_that_some_micro_batches_of_a_window_use(tmp_path: Path) -> None:
     """Is refused where DeepSpeed loses gradients."""
     for rank in run("spares_in_windows", 2, tmp_path):
-        for used_in in ([0], [1], [0, 1], [0, 1, 2, 3]):
+        for used_in in ([0], [1], [0, 1]):
             weights = rank[f"ddp {used_in}"]
             assert weights == pytest.approx([-0.5 * len(used_in)] * 4, abs=0.2), "about, as windows weigh by their tokens"
             for name in STAGES:
@@ -188,7 +188,7 @@ def test_parts_that_some_ranks_use(tmp_path: Path) -> None:
         exact = rank.pop("ddp")
         assert len(set(exact)) == 2 and sum(exact) == pytest.approx(-4.0)
         for name, result in rank.items():
-            if name in ("0", "1, no overlap"):
+            if name == "0":
                 assert result == pytest.approx(exact)
             else:
                 assert "some ranks use spare.weight, other.weight in a micro-batch in which others do not" in result
