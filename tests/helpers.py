@@ -103,8 +103,7 @@ def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if name not in dropped and not name.startswith(("PL_", "PYTEST_"))
     }
-    # torch looks up a name for each connection: a name server that drops a question must not hold up a test for 5 s.
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "RES_OPTIONS": "timeout:1 attempts:3"}
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return kept | ours | dict(more or {})
 
 

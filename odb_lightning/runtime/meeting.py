@@ -44,13 +44,14 @@ class Meeting:
         may go, waits for them to hear of it. Raises RuntimeError if the store is gone."""
         if self._store is None:
             return None
+        peers = Peers(self._store, self._rank, self._world_size)
+        peers.look(peers.present())  # before they are told: one that hears of it leaves
+        left = peers.left()
         earlier = publish_failure(self._store, self._rank, failure)
         if earlier is not None:
             return earlier
-        peers = Peers(self._store, self._rank, self._world_size)
-        peers.look(peers.present())
-        if peers.left():
-            return peers.describe_left(peers.left())
+        if left:
+            return peers.describe_left(left)
         deadline = time.monotonic() + _HEARD_SECONDS
         while self._rank == 0 and time.monotonic() < deadline and not peers.have_heard():
             time.sleep(_PAUSE_SECONDS)

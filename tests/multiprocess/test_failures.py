@@ -58,20 +58,25 @@ def launch(
 def left_in_shared_memory(before: set[str]) -> set[str]:
     """What is new in /dev/shm, and not at work in a process: others come and go, with the other tests of the machine."""
     deadline = time.monotonic() + 5.0
-    while (new := set(os.listdir("/dev/shm")) - before) and (new := new - _mapped()):
+    while new := _not_mapped(set(os.listdir("/dev/shm")) - before):
         if time.monotonic() > deadline:
             return new
         time.sleep(0.1)
     return set()
 
 
-def _mapped() -> set[str]:
-    """The names in /dev/shm that a process has mapped."""
-    names: set[str] = set()
+def _not_mapped(names: set[str]) -> set[str]:
+    """Those of files in /dev/shm that no process has mapped: by their inodes, as who makes a semaphore has it mapped by another
+    name."""
+    inodes: dict[int, str] = {}
+    for name in names:
+        with suppress(OSError):  # gone by now
+            inodes[os.stat(f"/dev/shm/{name}").st_ino] = name
+    mapped: set[int] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
-            names.update(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
-    return names
+            mapped.update(map(int, re.findall(r" (\d+) +/dev/shm/", maps.read_text())))
+    return {name for inode, name in inodes.items() if inode not in mapped}
 
 
 def outputs(results: list[RankResult]) -> str:

@@ -21,7 +21,7 @@ from odb_lightning.runtime.settings import StoreAddress
 
 pytestmark = pytest.mark.timeout(60)
 
-LIMITS = Timeouts(setup=2.0, exchange=1.0, peer=2.0)
+LIMITS = Timeouts(setup=20.0, exchange=1.0, peer=2.0)
 
 
 class Pair:
@@ -166,7 +166,8 @@ def test_a_rank_that_has_finished_hears_of_a_failure_in_the_tail(pair: Pair, vic
 
 
 def test_a_rank_that_never_comes_is_named_and_one_that_is_under_way_with_what_it_does(pair: Pair) -> None:
-    ours, _ = pair.make(0, world_size=3), pair.make(1, world_size=3)
+    limits = Timeouts(setup=2.0)
+    ours, _ = pair.make(0, limits, world_size=3), pair.make(1, world_size=3)
     with pytest.raises(
         PeerFailure,
         match=r"rank 0 did not meet rank 1 \(round 0 of epoch 5, starting its workers\), rank 2 within Timeouts\(setup=2\)",

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from odb_lightning import ODBDataLoader, ODBLoaderError, Timeouts
-from odb_lightning.runtime import collate_process
+from odb_lightning.runtime import collate_process, meeting
 from odb_lightning.sampling import ShardedSampler
 from tests.loader_data import Lengths, UserError, make_loader, raise_in_the_users_code
 from tests.loader_processes import no_process_is_left  # noqa: F401  (a fixture)
@@ -30,12 +30,6 @@ LIMITS = Timeouts(setup=SECONDS, exchange=SECONDS, worker=SECONDS, batch=SECONDS
 SHORT, LONG = [4] * 40, [4] * 4000
 """A few steps on each rank, which the loader plans to the end though none was taken; and many more than that."""
 FAILED = r"^(a peer ended this iteration: )?rank {0} failed in its training loop: .*UserError: bad sample {0}\n"
-
-
-@pytest.fixture(autouse=True)
-def names_are_looked_up_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch looks one up for each connection; see `tests.helpers.clean_environment`."""
-    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:3")
 
 
 def loader_of(rank: int, port: int, lengths: list[int] = SHORT, **options: Any) -> ODBDataLoader:
@@ -159,6 +153,27 @@ def test_what_a_peer_is_told_of_a_rank_that_leaves(
 
     with another_process(rank_1), loader_of(0, port, LONG) as loader, pytest.raises(ODBLoaderError, match=told):
         list(loader)
+
+
+def test_a_peer_that_leaves_as_soon_as_it_hears_is_not_taken_for_the_cause(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that failed looks for peers that have left before it."""
+    heard = get_context("fork").Event()
+    publish = meeting.publish_failure
+
+    def publish_until_heard(*arguments: Any) -> str | None:
+        earlier = publish(*arguments)
+        assert heard.wait(SECONDS)
+        return earlier
+
+    monkeypatch.setattr(meeting, "publish_failure", publish_until_heard)
+
+    def rank_1(_: Any) -> None:
+        error_in_the_body_of_a_loop(loader_of(1, port, LONG))
+
+    with another_process(rank_1):
+        with loader_of(0, port, LONG) as loader, pytest.raises(ODBLoaderError, match=FAILED.format(1)):
+            list(loader)
+        heard.set()
 
 
 # --- failing in the tail, when the loaders have planned the epoch to its end ---
