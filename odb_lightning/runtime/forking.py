@@ -19,7 +19,6 @@ def can_meet_peers(limit: float) -> bool:
     flight recorder and its register of work, which a Gloo group takes for each collective. The lock was inherited, and nobody
     to open it.
     """
-
     gloo: Any = dist.ProcessGroupGloo
 
     def meet_nobody() -> None:
