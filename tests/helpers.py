@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -105,6 +107,19 @@ def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     }
     ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return kept | ours | dict(more or {})
+
+
+def free_port() -> int:
+    """For a store to listen on, some time from now. Not one of those that the system gives to sockets: other tests' processes
+    take many of these, and one of them would be gone by then."""
+    first = 32768
+    with suppress(OSError):
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(first // 2, first)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
 
 
 def signal_group(group: int, number: signal.Signals) -> None:

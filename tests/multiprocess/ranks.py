@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import clean_environment, end_group, group_ends, signal_group
+from tests.helpers import clean_environment, end_group, free_port, group_ends, signal_group
 from tests.multiprocess.zygote import STACKS_SIGNAL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,9 +52,7 @@ def run_ranks(
     the test. With `check`, a rank that fails does, too, with its output.
     """
     deadline = time.monotonic() + seconds
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     orders, logs, values = [], [], []
     for rank in range(world_size):
         logs.append(folder / f"rank{rank}.txt")
