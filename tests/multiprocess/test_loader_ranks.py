@@ -14,7 +14,7 @@ from tests.multiprocess import loader_cases
 from tests.multiprocess.loader_cases import FORMS, LENGTHS, NON_JOIN_FORMS, Form, guarded
 from tests.multiprocess.ranks import run_ranks
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(250)]
 
 RANKS = [1, 2, 4]
 NOTICED_SECONDS = 30.0
@@ -78,7 +78,7 @@ class Ranks:
                 "tests.multiprocess.loader_cases:run_cases",
                 max(CASES),
                 self._folders.mktemp("ranks"),
-                seconds=140,
+                seconds=240,
                 cases=CASES,
                 victims=VICTIMS,
             )
