@@ -511,10 +511,30 @@ class Impatient(training_cases.Model):
         return -1 if self.current_epoch == 0 and batch_idx == 3 else None
 
 
+class ImpatientElsewhere(Impatient):
+    """With a loader that the strategy knows nothing of."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return training_cases.token_losses(self.network, batch, "mean")
+
+
+def _left_elsewhere(strategy: str) -> list[float]:
+    shard = [[0, 1, 2, 3, 4], [10, 12, 13, 7, 9]][int(os.environ["RANK"])]
+    samples = torch.utils.data.Subset(training_cases.Samples(), shard)
+    loader = torch.utils.data.DataLoader(samples, collate_fn=training_cases.pad)
+    options = {"accumulate_grad_batches": 2, "max_epochs": 2, "use_distributed_sampler": False}
+    module = ImpatientElsewhere()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make_trainer(make(strategy, loss_scaling="none"), **options).fit(module, loader)
+    return module.final.tolist()
+
+
 def left_inside_a_window() -> dict[str, list[float]]:
     """The parameters after a second epoch, by strategy."""
     shards: list[Shard] = [[[0, 1, 2, 3, 4], [8, 9, 10, 7]], [[10, 12, 13, 7, 9], [12, 13, 1, 4]]]
-    return {
+    results = {
         strategy: fit(Impatient(), strategy, shards, training_cases.Samples(), training_cases.pad, accumulate=2).final.tolist()
         for strategy in ("ddp", "zero2")
     }
+    return results | {f"{strategy}, elsewhere": _left_elsewhere(strategy) for strategy in ("ddp", "zero2")}

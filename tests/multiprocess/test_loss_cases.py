@@ -198,3 +198,4 @@ def test_what_is_left_of_a_window_goes_into_no_other(tmp_path: Path) -> None:
     """DeepSpeed's stage 2 by itself adds it to the next window's."""
     for rank in run("left_inside_a_window", 2, tmp_path):
         assert rank["zero2"] == pytest.approx(rank["ddp"], abs=1e-6)
+        assert rank["zero2, elsewhere"] == pytest.approx(rank["ddp, elsewhere"], abs=1e-6)
